@@ -1,0 +1,1 @@
+"""FP32 checkpoints on tensorstore that know no topology."""

@@ -1,0 +1,1 @@
+"""Row-wise expert-parallel dispatch and combine."""

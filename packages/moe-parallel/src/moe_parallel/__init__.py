@@ -1,0 +1,1 @@
+"""Mesh, sharded optimizer and gradient reduction for MoE training."""

@@ -1,0 +1,1 @@
+"""Train Mixture-of-Experts language models, from a laptop to a cluster."""
