@@ -1,1 +1,59 @@
-"""Routing, grouped GEMM, expert MLP and MXFP8 for Mixture-of-Experts layers."""
+"""Routing, grouped GEMM, expert MLP and MXFP8 for Mixture-of-Experts layers.
+
+An operation with a kernel is a folder of small files, to be read in this order:
+
+- ``reference.py``: what it computes, in plain torch. It is the specification.
+- ``kernel.py``: how the GPU computes it, in Triton.
+- ``op.py``: the ``torch.library`` operator that ties the two together and differentiates.
+- ``check.py``: what the arguments must be.
+- ``__init__.py``: the public function.
+
+Shapes are written as a suffix of the name, so ``x_ND`` has two axes, N and D:
+
+====  =====================================================================
+T     tokens on this rank
+K     experts chosen for each token (top-k)
+N     routed rows, one for each (token, expert) pair: N = T*K
+R     rows that this rank's experts received
+E     experts (``E1``: E + 1 entries)
+D     model dimension
+F     hidden dimension of one expert
+G     gate and up projection side by side: G = 2*F
+B     blocks of 32 values that share one MXFP8 scale
+====  =====================================================================
+"""
+
+from moe_kernels.backend import Backend, backend
+from moe_kernels.gemm import grouped_mm, grouped_mm_dw
+from moe_kernels.mlp import expert_mlp, grouped_mlp
+from moe_kernels.mxfp8 import MXTensor, dequantize, quantize
+from moe_kernels.routing import (
+    Groups,
+    Routing,
+    balance_loss,
+    count_experts,
+    group_rows,
+    route,
+    update_bias,
+    z_loss,
+)
+
+__all__ = [
+    "Backend",
+    "Groups",
+    "MXTensor",
+    "Routing",
+    "backend",
+    "balance_loss",
+    "count_experts",
+    "dequantize",
+    "expert_mlp",
+    "group_rows",
+    "grouped_mlp",
+    "grouped_mm",
+    "grouped_mm_dw",
+    "quantize",
+    "route",
+    "update_bias",
+    "z_loss",
+]

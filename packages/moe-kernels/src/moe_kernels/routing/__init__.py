@@ -1,0 +1,16 @@
+"""Routing: which experts see which token, in what order, and how evenly."""
+
+from moe_kernels.routing.balance import balance_loss, count_experts, update_bias, z_loss
+from moe_kernels.routing.choice import Routing, route
+from moe_kernels.routing.groups import Groups, group_rows
+
+__all__ = [
+    "Groups",
+    "Routing",
+    "balance_loss",
+    "count_experts",
+    "group_rows",
+    "route",
+    "update_bias",
+    "z_loss",
+]

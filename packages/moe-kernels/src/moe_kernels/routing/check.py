@@ -1,0 +1,91 @@
+"""Argument checks of routing."""
+
+import torch
+from torch import Tensor
+
+ROUTER_DTYPES = (torch.float32, torch.float64)
+ID_DTYPES = (torch.int32, torch.int64)
+
+
+def check_router_dtype(name: str, tensor: Tensor) -> None:
+    """Raise ``TypeError`` unless the tensor is float32 or float64.
+
+    In bfloat16 many scores are equal, and the choice between equals is no choice of the model.
+    """
+    if tensor.dtype not in ROUTER_DTYPES:
+        raise TypeError(
+            f"{name} must be float32 or float64, got {tensor.dtype}: a router never runs in "
+            "half precision, cast its input up"
+        )
+
+
+def check_mask(mask_T: Tensor | None, num_tokens: int) -> None:
+    """Raise unless the mask is None or one bool for each token."""
+    if mask_T is None:
+        return
+    if mask_T.dtype != torch.bool:
+        raise TypeError(f"mask_T must be bool (True: a real token), got {mask_T.dtype}")
+    if mask_T.shape != (num_tokens,):
+        raise ValueError(f"T differs: mask_T has shape {tuple(mask_T.shape)}, T is {num_tokens}")
+
+
+def check_logits(logits_TE: Tensor, mask_T: Tensor | None) -> None:
+    """Raise unless the logits are a float32 or float64 matrix that the mask fits."""
+    if logits_TE.ndim != 2:
+        raise ValueError(f"logits_TE must have 2 axes, got shape {tuple(logits_TE.shape)}")
+    check_router_dtype("logits_TE", logits_TE)
+    check_mask(mask_T, logits_TE.shape[0])
+
+
+def check_route(
+    logits_TE: Tensor,
+    top_k: int,
+    score: str,
+    bias_E: Tensor | None,
+    num_groups: int,
+    top_groups: int,
+    mask_T: Tensor | None,
+) -> None:
+    """Raise unless the arguments of ``route`` fit together."""
+    check_logits(logits_TE, mask_T)
+    E = logits_TE.shape[1]
+    if not 1 <= top_k <= E:
+        raise ValueError(f"top_k must be in 1..E: got top_k={top_k} for E={E} experts")
+    if score not in ("softmax", "sigmoid"):
+        raise ValueError(f"score must be 'softmax' or 'sigmoid', got {score!r}")
+    if bias_E is not None:
+        check_router_dtype("bias_E", bias_E)
+        if bias_E.shape != (E,):
+            raise ValueError(f"E differs: bias_E has shape {tuple(bias_E.shape)}, E is {E}")
+    if num_groups < 1 or E % num_groups:
+        raise ValueError(f"num_groups must divide E: got num_groups={num_groups} for E={E}")
+    if not 1 <= top_groups <= num_groups:
+        raise ValueError(
+            f"top_groups must be in 1..num_groups: got top_groups={top_groups} for "
+            f"num_groups={num_groups}"
+        )
+    if top_k > top_groups * (E // num_groups):
+        raise ValueError(
+            f"top_k must not pass the experts of the chosen groups: got top_k={top_k} for "
+            f"{top_groups} groups of {E // num_groups}"
+        )
+
+
+def check_ids(expert_TK: Tensor, num_experts: int) -> None:
+    """Raise unless the ids are an integer matrix and, where the host can read it, in range.
+
+    On a GPU reading would make the host wait, so there only metadata is checked.
+    """
+    if expert_TK.ndim != 2:
+        raise ValueError(f"expert_TK must have 2 axes, got shape {tuple(expert_TK.shape)}")
+    if expert_TK.dtype not in ID_DTYPES:
+        raise TypeError(f"expert_TK must be int32 or int64, got {expert_TK.dtype}")
+    if num_experts < 1:
+        raise ValueError(f"num_experts must be at least 1, got {num_experts}")
+    readable = type(expert_TK) is Tensor and expert_TK.device.type == "cpu"
+    if readable and not torch.compiler.is_compiling() and expert_TK.numel():
+        low, high = (int(bound) for bound in torch.aminmax(expert_TK))
+        if low < -1 or high >= num_experts:
+            raise ValueError(
+                f"expert_TK must hold -1 (masked) or 0..{num_experts - 1}, got {low}..{high}"
+            )
