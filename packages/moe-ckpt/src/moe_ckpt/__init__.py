@@ -1,1 +1,79 @@
 """FP32 checkpoints on tensorstore that know no topology."""
+
+from moe_ckpt.catalog import Catalog, Checkpoint, Skipped, find_latest, scan
+from moe_ckpt.comm import Alone, Communicator
+from moe_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    ChunkError,
+    CorruptChunkError,
+    CorruptFileError,
+    CoverageError,
+    DamageError,
+    DtypeMismatchError,
+    ExtraTensorError,
+    FormatVersionError,
+    MissingChunkError,
+    MissingTensorError,
+    NotACheckpointError,
+    RankFailedError,
+    RankMismatchError,
+    RootLockedError,
+    ShapeMismatchError,
+    ShardError,
+    StateError,
+    StepExistsError,
+    SwappedChunkError,
+    TensorError,
+    TruncatedChunkError,
+)
+from moe_ckpt.export import export_safetensors
+from moe_ckpt.grid import chunk_shape
+from moe_ckpt.loader import Loaded, load
+from moe_ckpt.reader import CheckpointReader, Verified, open_checkpoint, problems, verify
+from moe_ckpt.shard import Shard
+from moe_ckpt.writer import save
+
+__all__ = [
+    "Alone",
+    "Catalog",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointNotFound",
+    "CheckpointReader",
+    "ChunkError",
+    "Communicator",
+    "CorruptChunkError",
+    "CorruptFileError",
+    "CoverageError",
+    "DamageError",
+    "DtypeMismatchError",
+    "ExtraTensorError",
+    "FormatVersionError",
+    "Loaded",
+    "MissingChunkError",
+    "MissingTensorError",
+    "NotACheckpointError",
+    "RankFailedError",
+    "RankMismatchError",
+    "RootLockedError",
+    "ShapeMismatchError",
+    "Shard",
+    "ShardError",
+    "Skipped",
+    "StateError",
+    "StepExistsError",
+    "SwappedChunkError",
+    "TensorError",
+    "TruncatedChunkError",
+    "Verified",
+    "chunk_shape",
+    "export_safetensors",
+    "find_latest",
+    "load",
+    "open_checkpoint",
+    "problems",
+    "save",
+    "scan",
+    "verify",
+]

@@ -1,0 +1,224 @@
+"""Read and verify one checkpoint, with numpy alone."""
+
+import difflib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_ckpt.array import ArrayInfo, check_metadata, read_chunks
+from moe_ckpt.catalog import Checkpoint, checkpoint_of, step_of
+from moe_ckpt.errors import (
+    CheckpointError,
+    CorruptFileError,
+    DamageError,
+    MissingTensorError,
+    NotACheckpointError,
+)
+from moe_ckpt.manifest import (
+    CHECKSUMS,
+    MANIFEST,
+    SEAL,
+    STATE,
+    Manifest,
+    read_manifest,
+    read_state,
+)
+
+
+class CheckpointReader:
+    """One checkpoint, whose manifest, state and checksums have been checked.
+
+    Args:
+        path: Directory of the checkpoint, ``ROOT/step-00001200``.
+
+    Raises:
+        NotACheckpointError: If it is not one.
+        CorruptFileError: If one of its small files is damaged.
+        FormatVersionError: If this release does not read its format.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        try:
+            self.manifest: Manifest = read_manifest(self.path)
+        except NotACheckpointError:
+            if self.path.is_dir() and any(step_of(p.name) is not None for p in self.path.iterdir()):
+                raise NotACheckpointError(
+                    f"{path} holds checkpoints but is not one: name one, or use find_latest"
+                ) from None
+            raise
+        self.checkpoint: Checkpoint = checkpoint_of(self.path, self.manifest)
+        self.state: dict[str, Any] = read_state(self.path)
+        self._arrays = {(info.name, info.kind): info for info in self.manifest.arrays}
+
+    @property
+    def step(self) -> int:
+        """Step of the run."""
+        return self.manifest.step
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors, in order."""
+        return tuple(dict.fromkeys(info.name for info in self.manifest.arrays))
+
+    def kinds(self, name: str) -> tuple[str, ...]:
+        """Return which values of a tensor there are, in order."""
+        return tuple(info.kind for info in self.manifest.arrays if info.name == name)
+
+    def shape(self, name: str, kind: str = "master") -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return self.info(name, kind).grid.shape
+
+    def dtype(self, name: str, kind: str = "master") -> np.dtype:
+        """Return the dtype of a tensor."""
+        return np.dtype(self.info(name, kind).dtype)
+
+    def info(self, name: str, kind: str = "master") -> ArrayInfo:
+        """Return what the manifest says about a tensor.
+
+        Raises:
+            MissingTensorError: If there is none; it names those with similar names.
+        """
+        if (name, kind) in self._arrays:
+            return self._arrays[name, kind]
+        raise MissingTensorError(
+            f"{self.path} has no {name}/{kind}{near(f'{name}/{kind}', self.labels())}",
+            tensor=name,
+            kind=kind,
+        )
+
+    def labels(self) -> list[str]:
+        """Return ``name/kind`` of every array."""
+        return [f"{info.name}/{info.kind}" for info in self.manifest.arrays]
+
+    def read(self, name: str, kind: str = "master") -> np.ndarray:
+        """Read a whole tensor, each chunk checked against the manifest.
+
+        Raises:
+            MissingTensorError: If there is none of this name and kind.
+            ChunkError: If a chunk is missing, truncated, corrupt or another one.
+            CorruptFileError: If ``zarr.json`` is not what the manifest implies.
+        """
+        info = self.info(name, kind)
+        values = np.empty(info.grid.size, info.dtype)
+        self.read_into(info, [(0, info.grid.size, values)])
+        return values.reshape(info.grid.shape)
+
+    def read_into(self, info: ArrayInfo, targets: Iterable[tuple[int, int, np.ndarray]]) -> int:
+        """Read runs of the flat elements of a tensor, touching only the chunks that hold them.
+
+        Args:
+            info: Of the tensor, from ``info``.
+            targets: For each run its first element, one past its last, and where to put it.
+
+        Returns:
+            Number of bytes read from chunk files. A chunk is read once however many runs it has.
+        """
+        check_metadata(self.path, info)
+        wanted: dict[int, list[tuple[int, int, np.ndarray]]] = {}
+        for start, stop, target in targets:
+            for number in info.grid.overlapping(start, stop):
+                wanted.setdefault(number, []).append((start, stop, target))
+        for number, values in read_chunks(self.path, info, sorted(wanted)):
+            first, last = info.grid.run(number)
+            for start, stop, target in wanted[number]:
+                low, high = max(first, start), min(last, stop)
+                target[low - start : high - start] = values[low - first : high - first]
+        return len(wanted) * info.chunk_bytes
+
+
+def near(label: str, labels: Iterable[str]) -> str:
+    """Return a hint at the labels most like one that is not there, or nothing."""
+    found = difflib.get_close_matches(label, list(labels), n=3, cutoff=0.6)
+    return f"; did you mean {' or '.join(found)}?" if found else ""
+
+
+def open_checkpoint(path: str | Path) -> CheckpointReader:
+    """Open one checkpoint for reading, without torch.
+
+    Args:
+        path: Directory of the checkpoint, ``ROOT/step-00001200``.
+
+    Raises:
+        CheckpointError: If it is not one or its small files are damaged.
+    """
+    return CheckpointReader(path)
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was found to be intact.
+
+    Attributes:
+        step: Of the run.
+        arrays: Number of arrays.
+        chunks: Number of chunks.
+        nbytes: Of the values.
+    """
+
+    step: int
+    arrays: int
+    chunks: int
+    nbytes: int
+
+
+def verify(path: str | Path) -> Verified:
+    """Read every byte of a checkpoint and compare it with the manifest.
+
+    Raises:
+        CheckpointError: The first problem, in order of name, kind and chunk.
+    """
+    for problem in problems(path):
+        raise problem
+    manifest = read_manifest(Path(path))
+    sizes = [info.grid.size * np.dtype(info.dtype).itemsize for info in manifest.arrays]
+    chunks = sum(len(info.grid) for info in manifest.arrays)
+    return Verified(manifest.step, len(sizes), chunks, sum(sizes))
+
+
+def problems(path: str | Path) -> Iterator[CheckpointError]:
+    """Yield everything that ``verify`` could raise, chunk by chunk."""
+    try:
+        reader = CheckpointReader(path)
+    except CheckpointError as error:
+        yield error
+        return
+    known = {reader.path / name for name in (MANIFEST, SEAL, STATE, CHECKSUMS)}
+    for info in reader.manifest.arrays:
+        known.add(info.directory(reader.path) / "zarr.json")
+        known.update(info.chunk_file(reader.path, number) for number in range(len(info.grid)))
+        try:
+            check_metadata(reader.path, info)
+        except DamageError as error:
+            yield error
+        yield from _bad_chunks(reader.path, info)
+    for file in sorted(p for p in reader.path.rglob("*") if not p.is_dir()):
+        if file not in known:
+            yield CorruptFileError(f"{file} does not belong to this checkpoint", file=str(file))
+
+
+def _bad_chunks(path: Path, info: ArrayInfo) -> Iterator[DamageError]:
+    first = 0
+    while first < len(info.grid):
+        try:
+            for number, _ in read_chunks(path, info, range(first, len(info.grid))):
+                first = number + 1
+            return
+        except DamageError as error:
+            # Chunks are read ahead, so those before the bad one may not have been yielded yet.
+            bad = info.grid.number(tuple(error.details["chunk"]))
+            for number in range(first, bad):
+                yield from _bad_chunks_of(path, info, number)
+            yield error
+            first = bad + 1
+
+
+def _bad_chunks_of(path: Path, info: ArrayInfo, number: int) -> Iterator[DamageError]:
+    try:
+        for _ in read_chunks(path, info, [number]):
+            pass
+    except DamageError as error:
+        yield error

@@ -1,0 +1,303 @@
+"""Save: plan, exchange fragments, write chunks, commit. All ranks or none."""
+
+import logging
+import operator
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_ckpt import files
+from moe_ckpt.array import ArrayInfo, ChunkWriter, metadata_bytes, stored_crc
+from moe_ckpt.catalog import LATEST, scan, step_directory
+from moe_ckpt.comm import Alone, Communicator, Together
+from moe_ckpt.errors import (
+    CheckpointError,
+    PeerStoppedError,
+    RankMismatchError,
+    StateError,
+    StepExistsError,
+)
+from moe_ckpt.manifest import MANIFEST, sha256, small_files, state_bytes, to_json
+from moe_ckpt.plan import ArrayPlan, ChunkPlan, plan_arrays, plan_chunks, rounds
+from moe_ckpt.shard import Shard, View, view_of
+
+logger = logging.getLogger(__name__)
+
+
+def save(
+    root: str | Path,
+    shards: Iterable[Shard],
+    *,
+    step: int,
+    state: Mapping[str, Any],
+    comm: Communicator | None = None,
+    keep: int | None = 2,
+    overwrite: bool = False,
+) -> Path:
+    """Save what all ranks hold as one checkpoint that knows nothing of the ranks.
+
+    Every rank calls it with its own shards and the same other arguments. When it returns, the
+    checkpoint is on disk; when it raises, it raises on every rank and no reader sees any change.
+    The memory of the shards must not change meanwhile.
+
+    Cost: each byte is written once and made durable. What travels between ranks are the parts of
+    chunks that lie on more than one rank, in rounds of at most 64 MiB a rank.
+
+    Args:
+        root: Directory of the run, on a file system that all ranks share; made if missing.
+        shards: What this rank holds. Over all ranks each element of each tensor occurs once.
+        step: At least 0.
+        state: Everything else, as JSON: counters, data cursor, seeds, configuration.
+        comm: The ranks that save together; by default this process alone.
+        keep: How many of the newest checkpoints stay, this one included; None keeps all. Damaged
+            ones are neither counted nor deleted.
+        overwrite: Whether a checkpoint of this step may be replaced.
+
+    Returns:
+        The directory of the checkpoint.
+
+    Raises:
+        ShardError: If a shard cannot be saved.
+        CoverageError: If an element is missing or there twice, before anything is written.
+        StateError: If the state is not JSON or differs between ranks.
+        RankMismatchError: If another argument differs.
+        StepExistsError: If the step is there and ``overwrite`` is false.
+        RootLockedError: If another process is saving to the root.
+        RankFailedError: If anything else went wrong, such as a full disk.
+    """
+    together = Together(comm or Alone())
+    call = together.attempt(_check_call, root, shards, step, state, keep, overwrite)
+    calls = together.agree(None if call is None else call[0])
+    _check_same(calls)
+    assert call is not None
+    views, data = call[1:]
+    arrays = plan_arrays([c["shards"] for c in calls])
+    chunks = plan_chunks(arrays, together.comm.size)
+    root, step = Path(root), calls[0]["step"]
+    with ExitStack() as stack:
+        staging = together.on_first(_open_staging, stack, root, step, arrays, overwrite)
+        crcs = _write(together, Path(staging), views, arrays, chunks)
+        together.on_first(_commit, root, Path(staging), step, _infos(arrays, crcs), data)
+        if together.comm.rank == 0 and keep is not None:
+            _retire(root, keep)
+    return step_directory(root, step)
+
+
+def _check_call(
+    root: str | Path,
+    shards: Iterable[Shard],
+    step: int,
+    state: Mapping[str, Any],
+    keep: int | None,
+    overwrite: bool,
+) -> tuple[dict[str, Any], list[View], bytes]:
+    step = operator.index(step)
+    if step < 0:
+        raise RankMismatchError(f"step must be at least 0, it is {step}")
+    if keep is not None and keep < 1:
+        raise RankMismatchError(f"keep must be at least 1 or None, it is {keep}")
+    views, data = [view_of(shard) for shard in shards], state_bytes(state)
+    call = {
+        "step": step,
+        "keep": keep,
+        "overwrite": overwrite,
+        "state": {key: sha256(state_bytes({key: state[key]})) for key in state},
+        "shards": [view.describe() for view in views],
+    }
+    return call, views, data
+
+
+def _check_same(calls: Sequence[dict[str, Any]]) -> None:
+    for rank, call in enumerate(calls):
+        for what in ("step", "keep", "overwrite"):
+            if call[what] != calls[0][what]:
+                raise RankMismatchError(
+                    f"{what} is {calls[0][what]} on rank 0 and {call[what]} on rank {rank}"
+                )
+        mine, first = call["state"], calls[0]["state"]
+        if differing := sorted(k for k in {*mine, *first} if mine.get(k) != first.get(k)):
+            raise StateError(f"state differs between rank 0 and rank {rank} in {differing}")
+
+
+def _open_staging(
+    stack: ExitStack, root: Path, step: int, arrays: Sequence[ArrayPlan], overwrite: bool
+) -> str:
+    files.make_root(root)
+    stack.enter_context(files.locked(root, step))
+    for leftover in scan(root).leftovers:
+        logger.warning("removed %s, left by a save that did not end", leftover)
+        files.remove(leftover)
+    target = step_directory(root, step)
+    if target.exists() and not overwrite:
+        raise StepExistsError(f"{target} is there already; overwrite=True replaces it")
+    staging = root / f".{target.name}.tmp-{uuid.uuid4().hex}"
+    staging.mkdir()
+    stack.callback(lambda: shutil.rmtree(staging, ignore_errors=True))
+    (staging / "arrays").mkdir()
+    for info in _infos(arrays, {}):
+        directory = info.directory(staging)
+        directory.mkdir(parents=True)
+        (directory / "zarr.json").write_bytes(metadata_bytes(info))
+    return str(staging)
+
+
+def _infos(arrays: Sequence[ArrayPlan], crcs: Mapping[tuple[int, int], int]) -> list[ArrayInfo]:
+    infos = []
+    for index, array in enumerate(arrays):
+        mine = [crcs[index, number] for number in range(len(array.grid))] if crcs else []
+        checksums = np.array(mine, np.uint32)
+        infos.append(ArrayInfo(array.name, array.kind, array.dtype, array.grid, checksums))
+    return infos
+
+
+def _write(
+    together: Together,
+    staging: Path,
+    views: Sequence[View],
+    arrays: Sequence[ArrayPlan],
+    chunks: Sequence[ChunkPlan],
+) -> dict[tuple[int, int], int]:
+    """Write the chunks of every rank and return the checksums of all, by array and number."""
+    rank, infos, crcs = together.comm.rank, _infos(arrays, {}), []
+    together.attempt(_check_shared, staging)
+    writer = ChunkWriter(staging)
+    for batch in rounds(arrays, chunks):
+        parcels = _exchange(together, views, batch)
+        mine = [chunk for chunk in batch if chunk.owner == rank]
+        together.attempt(_write_round, writer, views, infos, mine, parcels)
+        crcs += together.attempt(_stored_crcs, staging, infos, mine) or []
+        together.agree()
+    replies = together.agree(crcs)
+    return {(index, number): crc for reply in replies for index, number, crc in reply}
+
+
+def _check_shared(staging: Path) -> None:
+    if not (staging / "arrays").is_dir():
+        raise CheckpointError(
+            f"{staging}, made by rank 0, is not visible here: all ranks must see one file system"
+        )
+
+
+def _exchange(
+    together: Together, views: Sequence[View], batch: Sequence[ChunkPlan]
+) -> list[memoryview]:
+    """Send the fragments of chunks that others own; return, for each rank, what it sent."""
+    comm = together.comm
+    if all(piece.rank == chunk.owner for chunk in batch for piece in chunk.pieces):
+        return [memoryview(b"")] * comm.size
+    parcels = together.attempt(_parcels, comm.rank, comm.size, views, batch)
+    received = comm.exchange(parcels or [b""] * comm.size)
+    return [memoryview(parcel) for parcel in received]
+
+
+def _parcels(
+    rank: int, size: int, views: Sequence[View], batch: Sequence[ChunkPlan]
+) -> list[bytes]:
+    parts: list[list[np.ndarray]] = [[] for _ in range(size)]
+    for chunk in batch:
+        for piece in chunk.pieces:
+            if piece.rank == rank != chunk.owner:
+                view = views[piece.shard]
+                parts[chunk.owner].append(
+                    view.data[piece.start - view.start : piece.stop - view.start]
+                )
+    return [b"".join(part.tobytes() for part in part_list) for part_list in parts]
+
+
+def _write_round(
+    writer: ChunkWriter,
+    views: Sequence[View],
+    infos: Sequence[ArrayInfo],
+    mine: Sequence[ChunkPlan],
+    parcels: list[memoryview],
+) -> None:
+    for chunk in mine:
+        info = infos[chunk.array]
+        writer.write(info, chunk.number, _assemble(views, info, chunk, parcels))
+    writer.wait()
+
+
+def _assemble(
+    views: Sequence[View], info: ArrayInfo, chunk: ChunkPlan, parcels: list[memoryview]
+) -> np.ndarray:
+    start, stop = info.grid.run(chunk.number)
+    first = chunk.pieces[0]
+    if len(chunk.pieces) == 1:  # nearly all bytes: written from the memory of the caller
+        view = views[first.shard]
+        return view.data[start - view.start : stop - view.start]
+    values = np.empty(stop - start, info.dtype)
+    for piece in chunk.pieces:
+        part = values[piece.start - start : piece.stop - start]
+        if piece.rank == chunk.owner:
+            view = views[piece.shard]
+            part[:] = view.data[piece.start - view.start : piece.stop - view.start]
+            continue
+        parcel = parcels[piece.rank]
+        if len(parcel) < part.nbytes:
+            raise PeerStoppedError(f"rank {piece.rank} sent no part of {info.name}/{info.kind}")
+        part[:] = np.frombuffer(parcel[: part.nbytes], info.dtype)
+        parcels[piece.rank] = parcel[part.nbytes :]
+    return values
+
+
+def _stored_crcs(
+    staging: Path, infos: Sequence[ArrayInfo], mine: Sequence[ChunkPlan]
+) -> list[tuple[int, int, int]]:
+    return [(c.array, c.number, stored_crc(staging, infos[c.array], c.number)) for c in mine]
+
+
+def _commit(root: Path, staging: Path, step: int, infos: list[ArrayInfo], state: bytes) -> None:
+    """Make a complete staging directory the newest checkpoint. Runs on rank 0, under the lock."""
+    target = step_directory(root, step)
+    others = [c.sequence for c in scan(root).valid if c.step != step]
+    sequence = 1 + max(others, default=-1)
+    # Durable before they are vouched for: the metadata of arrays, then every directory.
+    directories = [Path(path) for path, _, _ in os.walk(staging / "arrays")]
+    files.sync_all([info.directory(staging) / "zarr.json" for info in infos] + directories)
+    contents = small_files(step, sequence, infos, state)
+    for name, data in contents.items():
+        files.write(staging / name, data)
+    files.sync(staging)
+    hint = root / f".{LATEST}.tmp-{uuid.uuid4().hex}"
+    try:
+        seal = {"step": step, "manifest_sha256": sha256(contents[MANIFEST])}
+        files.write(hint, to_json(seal))
+        _publish(root, staging, target, hint)
+    finally:
+        hint.unlink(missing_ok=True)
+
+
+def _publish(root: Path, staging: Path, target: Path, hint: Path) -> None:
+    # One rename makes the checkpoint visible; the old one of this step, if any, becomes the
+    # staging directory. If anything after it fails, the same rename takes it back.
+    replaces = target.exists()
+    move = files.exchange if replaces else os.rename
+    move(staging, target)
+    try:
+        files.sync(root)
+        os.rename(hint, root / LATEST)
+        files.sync(root)
+    except BaseException:
+        if replaces:
+            files.exchange(staging, target)
+        else:
+            os.rename(target, staging)
+        raise
+
+
+def _retire(root: Path, keep: int) -> None:
+    # The new checkpoint stands, so nothing here may raise on rank 0 alone.
+    try:
+        for checkpoint in scan(root).valid[keep:]:
+            trash = root / f".trash-{uuid.uuid4().hex}"
+            os.rename(checkpoint.path, trash)
+            files.sync(root)
+            files.remove(trash)
+    except OSError as error:
+        logger.warning("old checkpoints were left behind in %s: %s", root, error)
