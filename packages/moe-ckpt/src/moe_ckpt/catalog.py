@@ -132,20 +132,13 @@ def find_latest(root: str | Path) -> Checkpoint | None:
         root: Directory of a run.
 
     Returns:
-        None if the root does not exist or holds no checkpoint.
-
-    Raises:
-        CheckpointError: If it holds checkpoints and all are damaged: a run that took None for an
-            answer would start anew.
+        None if the root does not exist or holds no sound checkpoint. If it holds damaged ones
+        they are logged; ``load`` and ``scan`` tell that apart from a root that was never used.
     """
     catalog = scan(Path(root))
     for skipped in catalog.skipped:
         logger.warning("skipped %s: %s", skipped.path, skipped.reason)
-    if catalog.valid:
-        return catalog.valid[0]
-    if catalog.errors:
-        raise catalog.errors[0]
-    return None
+    return catalog.valid[0] if catalog.valid else None
 
 
 def not_found(root: Path, catalog: Catalog, step: int | None) -> CheckpointNotFound:

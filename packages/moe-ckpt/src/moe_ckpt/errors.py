@@ -24,7 +24,7 @@ class CoverageError(CheckpointError, ValueError):
 
 
 class StateError(CheckpointError, ValueError):
-    """The state is not JSON, or differs between ranks."""
+    """The state is not JSON, or has other keys on another rank."""
 
 
 class RankMismatchError(CheckpointError, ValueError):

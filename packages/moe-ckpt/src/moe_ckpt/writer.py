@@ -53,7 +53,9 @@ def save(
         root: Directory of the run, on a file system that all ranks share; made if missing.
         shards: What this rank holds. Over all ranks each element of each tensor occurs once.
         step: At least 0.
-        state: Everything else, as JSON: counters, data cursor, seeds, configuration.
+        state: Everything else, as JSON: counters, data cursor, seeds, configuration. That of
+            rank 0 is saved; the others must have the same keys, since what only they know would
+            be lost.
         comm: The ranks that save together; by default this process alone.
         keep: How many of the newest checkpoints stay, this one included; None keeps all. Damaged
             ones are neither counted nor deleted.
@@ -65,7 +67,7 @@ def save(
     Raises:
         ShardError: If a shard cannot be saved.
         CoverageError: If an element is missing or there twice, before anything is written.
-        StateError: If the state is not JSON or differs between ranks.
+        StateError: If the state is not JSON or has other keys on another rank.
         RankMismatchError: If another argument differs.
         StepExistsError: If the step is there and ``overwrite`` is false.
         RootLockedError: If another process is saving to the root.
@@ -107,7 +109,7 @@ def _check_call(
         "step": step,
         "keep": keep,
         "overwrite": overwrite,
-        "state": {key: sha256(state_bytes({key: state[key]})) for key in state},
+        "state": list(state),
         "shards": [view.describe() for view in views],
     }
     return call, views, data
@@ -120,9 +122,8 @@ def _check_same(calls: Sequence[dict[str, Any]]) -> None:
                 raise RankMismatchError(
                     f"{what} is {calls[0][what]} on rank 0 and {call[what]} on rank {rank}"
                 )
-        mine, first = call["state"], calls[0]["state"]
-        if differing := sorted(k for k in {*mine, *first} if mine.get(k) != first.get(k)):
-            raise StateError(f"state differs between rank 0 and rank {rank} in {differing}")
+        if differing := sorted(set(call["state"]) ^ set(calls[0]["state"])):
+            raise StateError(f"state has {differing} on one of rank 0 and rank {rank} only")
 
 
 def _open_staging(
