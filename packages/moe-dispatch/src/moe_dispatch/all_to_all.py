@@ -8,7 +8,7 @@ import torch.distributed as dist
 from moe_kernels import Routing, group_rows
 from torch import Tensor
 
-from moe_dispatch.check import check_combine, check_dispatch, check_num_experts, count_bad_ids
+from moe_dispatch.check import check_combine, check_dispatch, check_num_experts
 from moe_dispatch.dispatcher import Dispatched
 from moe_dispatch.rows import sum_rows, take_rows
 from moe_dispatch.terms import Gradient, Terms, check_terms
@@ -108,10 +108,11 @@ class AllToAllDispatcher:
                 expert nor -1, or if D, the dtype or the use of gradients differs between ranks.
         """
         check_dispatch(x_TD, routing, self.num_experts)
-        groups = group_rows(routing.expert_TK, self.num_experts)
-        num_bad = count_bad_ids(routing.expert_TK, self.num_experts)
-        sent_We = groups.offsets.diff().view(self.world_size, -1).long()
-        got_We, send_W, recv_W, terms_W = self._meet(sent_We, Terms.of(x_TD), num_bad)
+        bad_TK = (routing.expert_TK < -1) | (routing.expert_TK >= self.num_experts)
+        # Bad ids are masked so that no rank stops here alone: all of them raise, below.
+        groups = group_rows(routing.expert_TK.masked_fill(bad_TK, -1), self.num_experts)
+        sent_We = groups.offsets_E1.diff().view(self.world_size, -1).long()
+        got_We, send_W, recv_W, terms_W = self._meet(sent_We, Terms.of(x_TD), bad_TK.sum())
         check_terms(terms_W, self.num_experts)
 
         way = Way(send_W, recv_W, *_orders(got_We, sum(recv_W)), self.group)

@@ -64,24 +64,6 @@ def check_dispatch(x_TD: Tensor, routing: Routing, num_experts: int) -> None:
         raise ValueError(f"weight_TK must be float32 or float64, got {weight_TK.dtype}")
 
 
-def check_ids(num_bad: int, num_experts: int, where: str) -> None:
-    """Refuse expert ids that belong to no expert.
-
-    Raises:
-        ValueError: If ``num_bad`` is not zero.
-    """
-    if num_bad:
-        raise ValueError(
-            f"expert_TK must hold ids in 0..{num_experts - 1}, or -1 for a masked route: "
-            f"{num_bad} of its ids {where} are neither"
-        )
-
-
-def count_bad_ids(expert_TK: Tensor, num_experts: int) -> Tensor:
-    """Return how many ids are neither an expert nor -1: int64, 0-dim, on the device."""
-    return ((expert_TK < -1) | (expert_TK >= num_experts)).sum()
-
-
 def check_combine(y_RD: Tensor, dispatched: Dispatched) -> None:
     """Refuse results that are not one row for each dispatched row.
 

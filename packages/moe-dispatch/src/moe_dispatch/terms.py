@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from moe_dispatch.check import DTYPES, check_ids
+from moe_dispatch.check import DTYPES
 
 
 class Gradient(IntEnum):
@@ -54,7 +54,9 @@ def check_terms(terms_W: Sequence[Terms], num_experts: int) -> None:
         ValueError: Naming each rank and what it has.
     """
     bad = {w: terms.num_bad for w, terms in enumerate(terms_W) if terms.num_bad}
-    check_ids(sum(bad.values()), num_experts, f"on the ranks {sorted(bad)} of the group")
+    if bad:
+        found = ", ".join(f"rank {w} has {count} others" for w, count in bad.items())
+        raise ValueError(f"expert_TK must hold -1 (masked) or 0..{num_experts - 1}: {found}")
     _check_same("D differs between ranks", [str(terms.dim) for terms in terms_W])
     _check_same("the dtype of x_TD differs between ranks", [str(DTYPES[t.dtype]) for t in terms_W])
     on_off = ["off" if terms.gradient == Gradient.NONE else "on" for terms in terms_W]
