@@ -119,7 +119,10 @@ class ShardedAdamW:
         planned = list(plan_buckets(specs, mesh, num_experts, bucket_elements))
         check_same(repr(config), "the optimizer's configuration", mesh)
         check_same(
-            _digest([layout for layout, _ in planned]), "the parameters", mesh, among="stage"
+            _digest([layout for layout, _ in planned]),
+            "the list of parameters",
+            mesh,
+            among="stage",
         )
         self._buckets = [self._make_bucket(layout, own) for layout, own in planned]
         self._trained = [bucket for bucket in self._buckets if bucket.layout.trainable]
