@@ -1,0 +1,150 @@
+"""What a run directory holds, as arrays."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_train.metrics import Record, read_metrics
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """One run, read once.
+
+    Attributes:
+        name: Name of the run directory.
+        train: Records of training steps, by step.
+        evals: Records of evaluations, by step.
+        starts: Records of the starts of processes: the first, and one for each resume.
+        references: Losses to compare with, in nats a byte, by name.
+        config: The text of the configuration.
+        sample: Generated text, or None.
+        environment: What the run ran on.
+        result: What the run ended with.
+    """
+
+    name: str
+    train: Sequence[Record]
+    evals: Sequence[Record]
+    starts: Sequence[Record]
+    references: dict[str, float]
+    config: str
+    sample: str | None
+    environment: dict[str, Any]
+    result: dict[str, Any]
+
+    def column(self, key: str) -> Array:
+        """Return one number of every training record; NaN where it is absent or is not one."""
+        return _numbers([record.get(key) for record in self.train])
+
+    def steps(self) -> Array:
+        return self.column("step")
+
+    def eval_points(self) -> tuple[Array, Array]:
+        """Return the steps and the losses of the evaluations."""
+        steps = _numbers([record["step"] for record in self.evals])
+        return steps, _numbers([record.get("loss") for record in self.evals])
+
+    def per_layer(self, key: str, buckets: int) -> tuple[Array, Array]:
+        """Average a list per layer over runs of consecutive records.
+
+        Args:
+            key: ``entropy`` (a number per layer) or ``load`` (a list per layer).
+            buckets: The largest number of averages.
+
+        Returns:
+            The first step of each bucket [B], and the averages [B, layers, ...]. Records of
+            another shape than the last one's are left out.
+        """
+        rows = [(record["step"], record.get(key)) for record in self.train if record.get(key)]
+        if not rows:
+            return np.zeros(0), np.zeros((0, 0))
+        shape = np.shape(rows[-1][1])
+        kept = [(step, value) for step, value in rows if _shape(value) == shape]
+        pieces = np.array_split(np.arange(len(kept)), min(buckets, len(kept)))
+        steps = [kept[piece[0]][0] for piece in pieces]
+        means = [np.mean([_numbers(kept[i][1]) for i in piece], axis=0) for piece in pieces]
+        return np.array(steps, dtype=float), np.array(means)
+
+
+def read_run(directory: Path) -> RunData:
+    """Read a run directory; all files but ``config.toml`` and ``metrics.jsonl`` are optional.
+
+    Raises:
+        FileNotFoundError: If one of those two is missing.
+        ValueError: If a file cannot be understood; the message names it.
+    """
+    records = sorted(read_metrics(directory / "metrics.jsonl"), key=lambda record: record["step"])
+    kinds = {kind: [r for r in records if r["kind"] == kind] for kind in ("train", "eval", "run")}
+    references = _read_json(directory / "references.json")
+    sample = directory / "sample.txt"
+    return RunData(
+        name=directory.resolve().name,
+        train=kinds["train"],
+        evals=kinds["eval"],
+        starts=kinds["run"],
+        references={name: float(value) for name, value in references.items()},
+        config=_read_text(directory / "config.toml"),
+        sample=_read_text(sample) if sample.exists() else None,
+        environment=_read_json(directory / "environment.json"),
+        result=_read_json(directory / "result.json"),
+    )
+
+
+def smooth(values: Array, span: float) -> Array:
+    """Average with weights that fall by e in ``span`` values; NaN and infinity count as absent.
+
+    Examples:
+        >>> smooth(np.array([2.0, np.nan, 2.0]), 5.0)
+        array([2., 2., 2.])
+    """
+    keep = math.exp(-1 / span)
+    total = weight = 0.0
+    means = np.full(len(values), math.nan)
+    for i, value in enumerate(values.tolist()):
+        total, weight = total * keep, weight * keep
+        if math.isfinite(value):
+            total, weight = total + value, weight + 1.0
+        if weight > 0:
+            means[i] = total / weight
+    return means
+
+
+def _numbers(values: Any) -> Array:
+    try:
+        return np.array(values, dtype=np.float64)  # None becomes NaN
+    except (TypeError, ValueError):
+        flat = [v if isinstance(v, int | float) else math.nan for v in values]
+        return np.array(flat, dtype=np.float64)
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    try:
+        return np.shape(value)
+    except ValueError:  # ragged
+        return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(_read_text(path))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold an object, got {type(value).__name__}")
+    return value
+
+
+def _read_text(path: Path) -> str:
+    # A model of bytes may write any bytes.
+    return path.read_bytes().decode("utf-8", errors="replace")
