@@ -159,6 +159,7 @@ def grouped_mm_triton(
     N, D = x_ND.shape
     E, F, _ = w_EFD.shape
     n, f, d, num_warps, num_stages = tile or choose_tile(x_ND.dtype, N, E)
+    launch = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     y_NF = x_ND.new_empty(N, F)
     num_tiles = N // n + E + 1
     if y_NF.numel():
@@ -167,7 +168,7 @@ def grouped_mm_triton(
             N, E, D, F, num_tiles,
             *x_ND.stride(), *w_EFD.stride(),
             BLOCK_E=triton.next_power_of_2(E + 1), BLOCK_N=n, BLOCK_F=f, BLOCK_D=d,
-            EVEN_D=D % d == 0, SUPER=8, num_warps=num_warps, num_stages=num_stages,
+            EVEN_D=D % d == 0, SUPER=8, **launch,
         )  # fmt: skip
     return y_NF
 
@@ -179,12 +180,13 @@ def grouped_mm_dw_triton(
     N, D = x_ND.shape
     E, F = offsets_E1.shape[0] - 1, dy_NF.shape[1]
     n, f, d, num_warps, num_stages = tile or choose_dw_tile(x_ND.dtype)
+    launch = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     dw_EFD = x_ND.new_empty(E, F, D)
     if dw_EFD.numel():
         _grouped_mm_dw_kernel[(E * triton.cdiv(F, f) * triton.cdiv(D, d),)](
             x_ND, dy_NF, dw_EFD, offsets_E1.contiguous(),
             N, D, F,
             *x_ND.stride(), *dy_NF.stride(),
-            BLOCK_N=n, BLOCK_F=f, BLOCK_D=d, num_warps=num_warps, num_stages=num_stages,
+            BLOCK_N=n, BLOCK_F=f, BLOCK_D=d, **launch,
         )  # fmt: skip
     return dw_EFD
