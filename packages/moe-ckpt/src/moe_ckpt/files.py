@@ -36,14 +36,15 @@ def sync_all(paths: Sequence[Path]) -> None:
             pass
 
 
-def write(path: Path, data: bytes) -> None:
-    """Write a new file durably. The caller makes its directory durable."""
+def write(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Write a file; the caller makes its directory durable, and the file if ``durable`` is not."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
+        if durable:
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -144,7 +144,7 @@ def _open_staging(
     for info in _infos(arrays, {}):
         directory = info.directory(staging)
         directory.mkdir(parents=True)
-        (directory / "zarr.json").write_bytes(metadata_bytes(info))
+        files.write(directory / "zarr.json", metadata_bytes(info), durable=False)
     return str(staging)
 
 
@@ -266,29 +266,36 @@ def _commit(root: Path, staging: Path, step: int, infos: list[ArrayInfo], state:
         files.write(staging / name, data)
     files.sync(staging)
     hint = root / f".{LATEST}.tmp-{uuid.uuid4().hex}"
+    seal = {"step": step, "manifest_sha256": sha256(contents[MANIFEST])}
     try:
-        seal = {"step": step, "manifest_sha256": sha256(contents[MANIFEST])}
         files.write(hint, to_json(seal))
         _publish(root, staging, target, hint)
-    finally:
+    except BaseException:
         hint.unlink(missing_ok=True)
+        raise
 
 
 def _publish(root: Path, staging: Path, target: Path, hint: Path) -> None:
     # One rename makes the checkpoint visible; the old one of this step, if any, becomes the
     # staging directory. If anything after it fails, the same rename takes it back.
-    replaces = target.exists()
+    latest, replaces = root / LATEST, target.exists()
+    before = latest.read_bytes() if latest.exists() else None
     move = files.exchange if replaces else os.rename
     move(staging, target)
     try:
         files.sync(root)
-        os.rename(hint, root / LATEST)
+        os.rename(hint, latest)
         files.sync(root)
     except BaseException:
         if replaces:
             files.exchange(staging, target)
         else:
             os.rename(target, staging)
+        if before is None:
+            latest.unlink(missing_ok=True)
+        else:
+            files.write(hint, before)
+            os.rename(hint, latest)
         raise
 
 
