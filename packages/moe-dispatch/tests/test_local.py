@@ -73,6 +73,19 @@ def test_bfloat16_rows_are_summed_in_float32_both_ways() -> None:
     assert (y_TD.item(), dx_TD.item()) == (264.0, 264.0)
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
+def test_rows_are_summed_in_the_order_of_k_whatever_their_experts(order: list[int]) -> None:
+    # (2**24 + 1) - 2**24 is 0 in float32, as 2**24 + 1 is rounded. Any other order gives 1.
+    dispatcher = LocalDispatcher(3)
+    scale_R1 = torch.empty(3, 1)
+    scale_R1[order, 0] = torch.tensor([2.0**24, 1.0, -(2.0**24)])
+    x_TD = torch.ones(1, 1, requires_grad=True)
+    sent = dispatcher.dispatch(x_TD, routing_of([order]))
+    y_TD = dispatcher.combine(sent.x_RD * scale_R1, sent)
+    (dx_TD,) = torch.autograd.grad(y_TD.sum(), x_TD)
+    assert (y_TD.item(), dx_TD.item()) == (0.0, 0.0)
+
+
 def test_float64_rows_are_not_rounded_to_float32() -> None:
     x_TD = torch.tensor([[1.0 + 2.0**-40]], dtype=torch.float64)
     assert torch.equal(through(LocalDispatcher(1), x_TD, routing_of([[0]])), x_TD)

@@ -36,7 +36,11 @@ class Dispatcher(Protocol):
     * The order of rows is (expert, source rank, token, k): the same input gives the same bits.
     * Weights are applied once, at the rank that owns the token, in float32 (float64 if rows or
       weights are), and the K results of a token are summed in the order of k.
-    * Gradients flow to ``x_TD`` and to ``weight_TK``. Each is summed in the order of k too.
+    * Gradients flow to ``x_TD``, summed in the order of k too, and to ``weight_TK``.
+    * If the experts give a row the same bits wherever it lies, then ``y_TD`` and the gradient of
+      ``x_TD`` have the bits of one rank that holds all experts. The gradient of a weight is a
+      sum over D by ``torch.sum``, whose order can depend on T: it agrees to within
+      ``D * eps * sum(abs(dy * y))``, eps being that of the dtype of the sum.
     * Nothing is kept between calls: all that ``combine`` needs is in ``Dispatched``.
 
     Every rank of the group calls ``dispatch`` and ``combine`` the same number of times in the
