@@ -1,9 +1,11 @@
 """The load of experts as colours: grey for an even share, blue for less, orange for more.
 
 Loads compare as ratios to the even share 1/E: a quarter of it is as far from grey as four
-times it. The colours are the classes ``q0`` to ``q20``, which `palette` defines.
+times it. Small differences are the usual ones, so colour grows with the root of the distance.
+The colours are the classes ``q0`` to ``q20``, which `palette` defines.
 """
 
+import itertools
 import math
 from html import escape
 
@@ -14,7 +16,7 @@ from moe_train.report.scale import nice_ticks, write_number
 
 LEVELS = 21
 _LIGHT = ("#1d5fa8", "#eeeeec", "#c4480a")
-_DARK = ("#62aef7", "#2c3038", "#ff9a4d")
+_DARK = ("#62aef7", "#2e3034", "#ff9a4d")
 
 
 def level(load: float, experts: int) -> int | None:
@@ -22,12 +24,13 @@ def level(load: float, experts: int) -> int | None:
 
     Examples:
         >>> [level(load, 8) for load in (0.0, 1 / 16, 1 / 8, 1 / 4, 1.0, math.nan)]
-        [0, 5, 10, 15, 20, None]
+        [0, 3, 10, 17, 20, None]
     """
     if not math.isfinite(load) or load < 0:
         return None
-    ratio = math.log2(max(load * experts, 0.25))
-    return round((min(ratio, 2.0) + 2.0) / 4.0 * (LEVELS - 1))
+    octaves = math.log2(min(max(load * experts, 0.25), 4.0))
+    distance = math.copysign(math.sqrt(abs(octaves) / 2), octaves)
+    return round((distance + 1) / 2 * (LEVELS - 1))
 
 
 def palette(dark: bool) -> str:
@@ -97,13 +100,20 @@ def draw_load_over_time(steps_B: Array, load_BE: Array, title: str, last: float)
     left, top, width = 30, 8, 360
     row = max(1.25, min(15.0, 160 / experts))
     height, cell = top + experts * row + 30, (width - left) / buckets
-    cells: dict[str, list[str]] = {}
-    for b in range(buckets):
-        for e in range(experts):
-            q = level(float(load_BE[b, e]), experts)
-            d = f"M{left + b * cell:.1f} {top + e * row:.2f}h{cell + 0.2:.1f}v{row:.2f}h-{cell + 0.2:.1f}"
-            cells.setdefault("qx" if q is None else f"q{q}", []).append(d)
-    parts = [f'<path class="{name}" d="{"".join(d)}"/>' for name, d in sorted(cells.items())]
+    runs: dict[str, list[str]] = {}
+    for e in range(experts):
+        levels = [level(float(load), experts) for load in load_BE[:, e]]
+        start = 0
+        for q, run in itertools.groupby(levels):
+            length = len(list(run))
+            runs.setdefault("qx" if q is None else f"q{q}", []).append(
+                f"M{start} {e}h{length}v1h-{length}z"
+            )
+            start += length
+    place = f"translate({left} {top}) scale({cell:.5g} {row:.5g})"
+    parts = [f'<g transform="{place}" shape-rendering="crispEdges">']
+    parts += [f'<path class="{name}" d="{"".join(d)}"/>' for name, d in sorted(runs.items())]
+    parts.append("</g>")
     for e in nice_ticks(0, experts - 1, 4) if experts > 1 else [0.0]:
         if e == round(e):
             y = top + (e + 0.5) * row + 4
@@ -116,11 +126,9 @@ def draw_load_over_time(steps_B: Array, load_BE: Array, title: str, last: float)
             f'<rect class="strip" x="{left + b * cell:.1f}" y="{top}" width="{cell:.1f}" '
             f'height="{bottom - top:.1f}"><title>{escape(words)}</title></rect>'
         )
-    first = write_number(float(steps_B[0]), 6)
-    parts.append(f'<text class="x-tick first" x="{left}" y="{bottom + 15:.1f}">step {first}</text>')
-    parts.append(
-        f'<text class="x-tick last" x="{width}" y="{bottom + 15:.1f}">{write_number(last, 6)}</text>'
-    )
+    for at, style, step in ((left, "first", float(steps_B[0])), (width, "last", last)):
+        words = f"step {write_number(step, 6)}"
+        parts.append(f'<text class="x-tick {style}" x="{at}" y="{bottom + 15:.1f}">{words}</text>')
     return _svg(width, height, f"{title}: {_describe(load_BE[-1:])} at the end", parts)
 
 
@@ -129,13 +137,14 @@ def draw_legend(experts: int) -> str:
     left, size, parts = 6, 15, []
     for q in range(LEVELS):
         parts.append(f'<rect class="q{q}" x="{left + q * size}" y="4" width="{size}" height="12"/>')
-    for q, times in ((0, "¼"), (5, "½"), (10, "1"), (15, "2"), (20, "4")):
-        words = f"{times}× = {100 * 2 ** ((q - 10) / 5) / experts:.3g} %"
-        place = left + (q + 0.5) * size
-        anchor = " first" if q == 0 else " last" if q == LEVELS - 1 else ""
-        edge = left if q == 0 else left + LEVELS * size if anchor else place
-        if q % 10 == 0:
-            parts.append(f'<text class="x-tick{anchor}" x="{edge}" y="30">{words}</text>')
+    right = left + LEVELS * size
+    for at, ratio, anchor in (
+        (left, 0.25, " first"),
+        ((left + right) / 2, 1, ""),
+        (right, 4, " last"),
+    ):
+        words = f"{100 * min(1.0, ratio / experts):.3g} %" + " (even)" * (ratio == 1)
+        parts.append(f'<text class="x-tick{anchor}" x="{at}" y="30">{words}</text>')
     return _svg(left * 2 + LEVELS * size, 36, "colours: share of the tokens", parts, "legend")
 
 
@@ -147,7 +156,7 @@ def _describe(load_LE: Array) -> str:
     for name, index in (("most", np.nanargmax(load_LE)), ("least", np.nanargmin(load_LE))):
         i, e = divmod(int(index), load_LE.shape[1])
         where = f"layer {i} expert {e}" if len(load_LE) > 1 else f"expert {e}"
-        words.append(f"{name} {100 * load_LE.flat[index]:.3g} % ({where})")
+        words.append(f"{name} {100 * float(load_LE.flat[index]):.3g} % ({where})")
     return ", ".join(words)
 
 

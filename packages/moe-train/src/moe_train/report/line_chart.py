@@ -11,6 +11,7 @@ from moe_train.report.run_data import Array
 from moe_train.report.scale import Scale, value_range, write_number
 
 _STRIPS = 240  # places that show their values under the pointer
+_FEW = 20  # values that have dots in any line: a short line is hard to see
 _COLUMNS = 500  # places along x beyond which a line is thinned
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 104, 22, 40
 
@@ -25,7 +26,7 @@ class Line:
         y: Values; where they are not finite the line has a gap.
         style: CSS class that gives the colour.
         named: Whether the label is drawn.
-        dots: Whether each value has a dot.
+        dots: Whether each value has a dot, however many there are.
     """
 
     label: str
@@ -85,7 +86,7 @@ def draw_lines(lines: Sequence[Line], chart: Chart) -> str:
             at = float(y.place(line.y[seen[-1:]])[0])
             labels.append((at, line.label, line.style))
     body += _end_labels(labels, x.stop + 6, y)
-    body += _notes(lines, x, y)
+    body += [*_mark_labels(x, y, chart), *_notes(lines, x, y)]
     if not any(np.isfinite(line.y).any() for line in lines):
         middle = (x.start + x.stop) / 2
         body.append(f'<text class="empty" x="{middle}" y="{chart.height / 2}">no data</text>')
@@ -123,6 +124,8 @@ def _scales(lines: Sequence[Line], chart: Chart) -> tuple[Scale, Scale]:
     first, last = (float(xs.min()), float(xs.max())) if len(xs) else (0.0, 1.0)
     if first == last:
         first, last = first - 1, last + 1
+    elif 0 < first < 0.05 * last:
+        first = 0.0
     fixed = [value for _, value in chart.references] + ([0.0] if chart.zero else [])
     # Fixed values must be in sight, so they count more often than a spike could.
     low, high = value_range(np.concatenate([np.zeros(0), *(line.y for line in lines)]), chart.log)
@@ -160,21 +163,28 @@ def _axes(x: Scale, y: Scale, chart: Chart) -> list[str]:
 
 
 def _marks(x: Scale, y: Scale, chart: Chart) -> list[str]:
-    parts, free = [], -math.inf
+    parts = []
     for label, step in chart.marks:
         at = float(x.place(np.array([step]))[0])
-        title = f"<title>{escape(label)} at step {write_number(step, 9)}</title>"
+        title = f"<title>{escape(label)} at step {step:.0f}</title>"
         parts.append(f'<path class="mark" d="M{at:.1f} {y.start}V{y.stop}">{title}</path>')
-        if at > free:
-            parts.append(
-                f'<text class="mark-label" x="{at + 4:.1f}" y="{y.stop + 9}">{escape(label)}</text>'
-            )
-            free = at + 6.2 * len(label) + 8
     if len(chart.skipped):
         places = np.unique(np.round(x.place(np.asarray(chart.skipped, dtype=float)), 1))
         d = "".join(f"M{at} {y.start - 6}v6" for at in places)
         title = f"<title>{len(chart.skipped)} skipped updates</title>"
         parts.append(f'<path class="skipped" d="{d}">{title}</path>')
+    return parts
+
+
+def _mark_labels(x: Scale, y: Scale, chart: Chart) -> list[str]:
+    """Label marks, but none where it would cover another's label."""
+    parts, free = [], -math.inf
+    for label, step in chart.marks:
+        at = float(x.place(np.array([step]))[0])
+        if at > free:
+            place = f'x="{at + 4:.1f}" y="{y.stop + 9}"'
+            parts.append(f'<text class="mark-label" {place}>{escape(label)}</text>')
+            free = at + 6.2 * len(label) + 8
     return parts
 
 
@@ -193,7 +203,7 @@ def _path(line: Line, x: Scale, y: Scale) -> str:
         pen = "L"
         dots.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3.2"/>')
     d.append("h0" if alone else "")
-    circles = "".join(dots) if line.dots else ""
+    circles = "".join(dots) if line.dots or len(dots) <= _FEW else ""
     return (
         f'<g class="line {line.style}" data-label="{escape(line.label)}">'
         f'<path d="{"".join(d)}"/>{circles}</g>'

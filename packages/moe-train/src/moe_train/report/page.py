@@ -16,9 +16,9 @@ from moe_train.console import format_duration
 from moe_train.report.heat_map import draw_legend, draw_load, draw_load_over_time, palette
 from moe_train.report.line_chart import Chart, Line, draw_lines
 from moe_train.report.run_data import Array, RunData, read_run, smooth
-from moe_train.report.scale import write_number
+from moe_train.report.scale import value_range, write_number
 
-_BUCKETS = 400  # along the steps, for lines of layers
+_BUCKETS = 240  # along the steps, for lines of layers
 _HEAT_BUCKETS = 48
 _MAPS = 6  # layers whose load is drawn over time
 _NAMED_LAYERS = 8  # with more, colours go from the first layer to the last
@@ -120,7 +120,7 @@ def _figures(run: RunData) -> list[Figure]:
         return figures
     last = run.train[-1]
     skipped = sum(bool(record.get("skipped")) for record in run.train)
-    mean = smooth(run.column("loss"), _span(run))[-1]
+    mean = _smooth(run, "loss")[-1]
     speed = run.column("tokens_per_second")
     worst = run.column("imbalance")
     figures += [
@@ -128,7 +128,7 @@ def _figures(run: RunData) -> list[Figure]:
         Figure(_short(_median(speed)), "tokens/s", "throughput", "median"),
         Figure(
             _short(worst[-1], 2),
-            "× mean",
+            "largest / mean",
             "expert imbalance",
             f"median {_short(_median(worst), 2)}",
         ),
@@ -168,8 +168,18 @@ def _median(values: Array) -> float:
 # The charts.
 
 
-def _span(run: RunData) -> float:
-    return max(2.0, len(run.train) / 40)
+def _smooth(run: RunData, key: str) -> Array:
+    """Smooth a column over some hundredths of the run, without the spikes off its scale."""
+    values = run.column(key)
+    low, high = value_range(values)
+    inside = np.where((values >= low) & (values <= high), values, math.nan)
+    return smooth(inside, max(2.0, len(values) / 80))
+
+
+def _spreads(lines: Sequence[Line]) -> bool:
+    """Tell whether values differ so much that only a logarithmic scale shows them all."""
+    values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
+    return len(values) > 0 and values.min() > 0 and values.max() > 30 * values.min()
 
 
 def _charts(run: RunData) -> dict[str, str]:
@@ -184,11 +194,11 @@ def _charts(run: RunData) -> dict[str, str]:
         values = run.column(key)
         return [
             Line(label="value", x=steps, y=values, style="raw", named=False),
-            Line(label="mean", x=steps, y=smooth(values, _span(run)), style="mean"),
+            Line(label="mean", x=steps, y=_smooth(run, key), style="mean"),
         ]
 
-    def single(key: str, style: str = "s0") -> Line:
-        return Line(label=key.replace("_", " "), x=steps, y=run.column(key), style=style)
+    def single(key: str, label: str, style: str) -> Line:
+        return Line(label=label, x=steps, y=run.column(key), style=style)
 
     def chart(title: str, unit: str, lines: Sequence[Line], **options: Any) -> str:
         return draw_lines(lines, Chart(title=title, unit=unit, marks=marks, **options))
@@ -196,10 +206,9 @@ def _charts(run: RunData) -> dict[str, str]:
     entropy, experts = _layer_lines(run, "entropy"), _experts(run)
     uniform = [("uniform", math.log(experts))] if experts else []
     median = _median(run.column("tokens_per_second"))
-    auxiliary = [single("balance_loss", "s0"), single("z_loss", "s1")]
-    positive = run.column("grad_norm")
-    positive = positive[np.isfinite(positive) & (positive > 0)]
-    log = len(positive) > 0 and positive.max() > 30 * positive.min()
+    rate = [single("lr", "learning rate", "s0")]
+    auxiliary = [single("balance_loss", "balance loss", "s0"), single("z_loss", "z loss", "s1")]
+    norms = both("grad_norm")
     return {
         "loss": chart(
             "Loss", "nats a byte", _loss_lines(run), width=1120, height=400,
@@ -215,11 +224,10 @@ def _charts(run: RunData) -> dict[str, str]:
             references=[("median", median)],
         ),
         "grad_norm": chart(
-            "Gradient norm", "L2 norm before clipping", both("grad_norm"), log=log,
-            skipped=skipped,
+            "Gradient norm", "L2 norm before clipping", norms, log=_spreads(norms), skipped=skipped,
         ),
-        "lr": chart("Learning rate", "learning rate", [single("lr")], zero=True),
-        "auxiliary": chart("Auxiliary losses", "a token", auxiliary),
+        "lr": chart("Learning rate", "learning rate", rate, zero=True),
+        "auxiliary": chart("Auxiliary losses", "a token", auxiliary, log=_spreads(auxiliary)),
     }  # fmt: skip
 
 
@@ -228,7 +236,7 @@ def _loss_lines(run: RunData) -> list[Line]:
     eval_steps, eval_losses = run.eval_points()
     lines = [
         Line(label="training, each step", x=steps, y=values, style="raw", named=False),
-        Line(label="training", x=steps, y=smooth(values, _span(run)), style="mean"),
+        Line(label="training", x=steps, y=_smooth(run, "loss"), style="mean"),
     ]
     if len(eval_steps):
         lines.append(Line(label="validation", x=eval_steps, y=eval_losses, style="s1", dots=True))
@@ -273,7 +281,7 @@ def _loads(run: RunData) -> list[tuple[str, str]]:
     if final is None:
         return []
     steps, load_BLE = run.per_layer("load", _HEAT_BUCKETS)
-    layers, experts = final.shape
+    experts = final.shape[1]
     drawings = [
         ("At the end, all layers", draw_load(final, "Load of experts at the end")),
         ("", draw_legend(experts)),

@@ -67,11 +67,12 @@ class RunData:
         rows = [(record["step"], record.get(key)) for record in self.train if record.get(key)]
         if not rows:
             return np.zeros(0), np.zeros((0, 0))
-        shape = np.shape(rows[-1][1])
+        shape = _shape(rows[-1][1])
         kept = [(step, value) for step, value in rows if _shape(value) == shape]
         pieces = np.array_split(np.arange(len(kept)), min(buckets, len(kept)))
         steps = [kept[piece[0]][0] for piece in pieces]
-        means = [np.mean([_numbers(kept[i][1]) for i in piece], axis=0) for piece in pieces]
+        with np.errstate(over="ignore", invalid="ignore"):  # infinity and NaN are answers here
+            means = [np.mean([_numbers(kept[i][1]) for i in piece], axis=0) for piece in pieces]
         return np.array(steps, dtype=float), np.array(means)
 
 
@@ -100,22 +101,31 @@ def read_run(directory: Path) -> RunData:
 
 
 def smooth(values: Array, span: float) -> Array:
-    """Average with weights that fall by e in ``span`` values; NaN and infinity count as absent.
+    """Average over both sides with weights that fall by e in ``span`` values.
+
+    NaN counts as absent and so do infinities. Both sides weigh the same, so a falling line is
+    not drawn late.
 
     Examples:
         >>> smooth(np.array([2.0, np.nan, 2.0]), 5.0)
         array([2., 2., 2.])
     """
+    known = np.isfinite(values)
+    total = _sum_both_sides(np.where(known, values, 0.0), span)
+    weight = _sum_both_sides(known.astype(float), span)
+    return np.divide(total, weight, out=np.full(len(values), math.nan), where=weight > 0)
+
+
+def _sum_both_sides(values: Array, span: float) -> Array:
     keep = math.exp(-1 / span)
-    total = weight = 0.0
-    means = np.full(len(values), math.nan)
-    for i, value in enumerate(values.tolist()):
-        total, weight = total * keep, weight * keep
-        if math.isfinite(value):
-            total, weight = total + value, weight + 1.0
-        if weight > 0:
-            means[i] = total / weight
-    return means
+    sums = -values  # each value is in both of the sums below
+    for order in (slice(None), slice(None, None, -1)):
+        total, one_side = 0.0, []
+        for value in values[order].tolist():
+            total = total * keep + value
+            one_side.append(total)
+        sums += np.array(one_side)[order]
+    return sums
 
 
 def _numbers(values: Any) -> Array:
@@ -128,7 +138,7 @@ def _numbers(values: Any) -> Array:
 
 def _shape(value: Any) -> tuple[int, ...] | None:
     try:
-        return np.shape(value)
+        return np.array(value, dtype=np.float64).shape
     except ValueError:  # ragged
         return None
 

@@ -60,12 +60,23 @@ def value_range(values: Array, log: bool = False) -> tuple[float, float]:
     low, high = float(values.min()), float(values.max())
     if log:
         return (low / 2, high * 2) if low == high else (low / 1.1, high * 1.1)
-    q01, q99 = (float(q) for q in np.quantile(values, [0.01, 0.99]))
-    room = 4 * (q99 - q01)
-    if room > 0:
-        low, high = max(low, q01 - room), min(high, q99 + room)
+    values = np.sort(values)
+    high, low = _without_jumps(values), -_without_jumps(-values[::-1])
     pad = 0.04 * (high - low) if high > low else 0.05 * abs(low) or 1.0
     return low - pad, high + pad
+
+
+def _without_jumps(values: Array) -> float:
+    """Return the largest of sorted values that does not stand far above the one before it.
+
+    Far is three times its distance from the low end, and only the top hundredth is tried: a
+    loss that falls from a high start has no such jump, one that explodes once does.
+    """
+    reach = values - np.quantile(values, 0.01)
+    first = int(0.99 * (len(values) - 1))
+    before, after = reach[first:-1], reach[first + 1 :]
+    jumps = np.flatnonzero((before > 0) & (after > 3 * before))
+    return float(values[first + jumps[0]] if len(jumps) else values[-1])
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -101,12 +112,16 @@ def write_number(value: float, digits: int = 4) -> str:
     """Write a number in few characters.
 
     Examples:
-        >>> [write_number(x) for x in (0.0, 2.34567, 12345.0, 4.1e6, 3e-5, math.nan)]
+        >>> [write_number(x) for x in (0.0, 2.34567, 12350.0, 4.1e6, 3e-5, math.nan)]
         ['0', '2.346', '12.35k', '4.1M', '3e-05', 'not finite']
+        >>> write_number(6590.0, 3), write_number(999_999.0), write_number(-1e30)
+        ('6,590', '1M', '-1e+30')
     """
     if not math.isfinite(value):
         return "not finite"
-    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
-        if scale <= abs(value) < 1e12:
-            return f"{value / min(scale, 1e3 if unit == 'k' else scale):.{digits}g}{unit}"
-    return f"{value:.{digits}g}"
+    value = float(f"{value:.{digits}g}")
+    if 1e4 <= abs(value) < 1e12:
+        for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+            if abs(value) >= scale:
+                return f"{value / scale:.{digits}g}{unit}"
+    return f"{value:,.10g}"
