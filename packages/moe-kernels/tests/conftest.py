@@ -21,3 +21,12 @@ def poisoned() -> Iterator[None]:
 @pytest.fixture
 def poison():
     return poisoned
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Keep these small products on one thread; meeting others takes longer than computing."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -26,5 +26,5 @@ def test_ids_out_of_range_are_refused_with_the_range() -> None:
         group_rows(torch.tensor([[0], [-2]]), 3)
     with pytest.raises(ValueError, match=r"must hold -1 \(masked\) or 0..2, got 0..3"):
         group_rows(torch.tensor([[0], [3]]), 3)
-    with pytest.raises(TypeError, match="expert_TK must be int32 or int64, got torch.float32"):
+    with pytest.raises(TypeError, match=r"expert_TK must be int32 or int64, got torch.float32"):
         group_rows(torch.zeros(2, 1), 3)
