@@ -107,7 +107,9 @@ def read_metrics(path: Path) -> list[Record]:
             record["kind"], record["step"]
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path}:{number} is not a metrics record: {line[:60]!r}") from error
-        records.append(_decode(record))
+        # Looking is ten times faster than rebuilding the lists of a record.
+        odd = b'"NaN"' in line or b'Infinity"' in line
+        records.append(_decode(record) if odd else record)
     return records
 
 

@@ -1,5 +1,6 @@
 """What a run directory holds, as arrays."""
 
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -64,16 +65,25 @@ class RunData:
             The first step of each bucket [B], and the averages [B, layers, ...]. Records of
             another shape than the last one's are left out.
         """
-        rows = [(record["step"], record.get(key)) for record in self.train if record.get(key)]
-        if not rows:
-            return np.zeros(0), np.zeros((0, 0))
-        shape = _shape(rows[-1][1])
-        kept = [(step, value) for step, value in rows if _shape(value) == shape]
-        pieces = np.array_split(np.arange(len(kept)), min(buckets, len(kept)))
-        steps = [kept[piece[0]][0] for piece in pieces]
+        steps, values = self._stacks[key]
+        if len(steps) == 0:
+            return steps, np.zeros((0, 0))
+        pieces = np.array_split(np.arange(len(steps)), min(buckets, len(steps)))
         with np.errstate(over="ignore", invalid="ignore"):  # infinity and NaN are answers here
-            means = [np.mean([_numbers(kept[i][1]) for i in piece], axis=0) for piece in pieces]
-        return np.array(steps, dtype=float), np.array(means)
+            means = [values[piece].mean(axis=0) for piece in pieces]
+        return np.array([steps[piece[0]] for piece in pieces]), np.array(means)
+
+    @functools.cached_property
+    def _stacks(self) -> dict[str, tuple[Array, Array]]:
+        return {key: _stack(self.train, key) for key in ("entropy", "load")}
+
+
+def _stack(records: Sequence[Record], key: str) -> tuple[Array, Array]:
+    """Return the steps, and the values [N, ...] of the records that are shaped as the last is."""
+    rows = [(record["step"], _array(record.get(key))) for record in records]
+    rows = [(step, value) for step, value in rows if value is not None and value.size]
+    kept = [(step, value) for step, value in rows if value.shape == rows[-1][1].shape]
+    return np.array([step for step, _ in kept], dtype=float), np.array([v for _, v in kept])
 
 
 def read_run(directory: Path) -> RunData:
@@ -136,10 +146,10 @@ def _numbers(values: Any) -> Array:
         return np.array(flat, dtype=np.float64)
 
 
-def _shape(value: Any) -> tuple[int, ...] | None:
+def _array(value: Any) -> Array | None:
     try:
-        return np.array(value, dtype=np.float64).shape
-    except ValueError:  # ragged
+        return np.array(value, dtype=np.float64) if isinstance(value, list) else None
+    except (TypeError, ValueError):  # ragged, or not numbers
         return None
 
 
