@@ -89,7 +89,7 @@ def points(base: Path, action: dict) -> list[int]:
         put(root, **action)
     # By default every point of the commit, which is the end, and some of what comes before.
     every = range(1, faults.count + 1)
-    return [k for k in every if NIGHTLY or k % 3 == 0 or k > faults.count - 30]
+    return [k for k in every if NIGHTLY or k % 6 == 0 or k > faults.count - 18]
 
 
 def test_a_death_at_any_call_leaves_the_old_or_the_new_state(case) -> None:

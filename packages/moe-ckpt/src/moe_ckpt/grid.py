@@ -42,8 +42,8 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
         if axis == 0 and len(chunk) > 2:
             chunk[0] = _experts(length, inner)
         elif length * inner > UPPER_BYTES:
-            parts = math.ceil(length * inner / UPPER_BYTES)
-            chunk[axis] = math.ceil(length / min(parts, length))
+            most = max(1, UPPER_BYTES // inner)
+            chunk[axis] = math.ceil(length / math.ceil(length / most))
         if chunk[axis] > 1:
             break
     return tuple(chunk)

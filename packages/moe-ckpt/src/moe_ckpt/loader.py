@@ -81,21 +81,24 @@ def load(
                 f"step is {calls[0]['step']} on rank 0 and {call['step']} on rank {rank}"
             )
     wanted = {(name, kind) for call in calls for name, kind, *_ in call["shards"]}
-    paths, reasons = together.on_first(_candidates, Path(root), step)
-    skipped = [Skipped(Path(path), reason) for path, reason in reasons]
+    names, reasons = together.on_first(_candidates, Path(root), step)
+    # Each rank under its own root: nodes may mount one file system in different places.
+    skipped = [Skipped(Path(root, name), reason) for name, reason in reasons]
     damage = []
-    for path, sha256 in paths:
+    for name, sha256 in names:
+        path = Path(root, name)
         try:
-            reader, nbytes = _try(together, Path(path), sha256, views, wanted, allow_extra)
+            reader, nbytes = _try(together, path, sha256, views, wanted, allow_extra)
         except DamageError as error:
             damage.append(error)
-            skipped.append(Skipped(Path(path), f"{type(error).__name__}: {error}"))
+            skipped.append(Skipped(path, f"{type(error).__name__}: {error}"))
             continue
         for item in skipped:
             logger.warning("skipped %s: %s", item.path, item.reason)
         return Loaded(reader.step, reader.state, reader.path, tuple(skipped), nbytes)
-    for item in skipped[1:]:
-        damage[0].add_note(f"also damaged: {item.path}: {item.reason}")
+    for item in skipped:
+        if item.path.name != names[0][0]:
+            damage[0].add_note(f"damaged too: {item.path}: {item.reason}")
     raise damage[0]
 
 
@@ -127,12 +130,12 @@ def _candidates(root: Path, step: int | None) -> tuple[list[Any], list[Any]]:
     if step is not None:
         if step_directory(root, step).exists():
             reader = CheckpointReader(step_directory(root, step))
-            return [[str(reader.path), reader.manifest.sha256]], []
+            return [[reader.path.name, reader.manifest.sha256]], []
         raise not_found(root, catalog, step)
     if not found:
         raise catalog.errors[0] if catalog.errors else not_found(root, catalog, step)
-    paths = [[str(c.path), c.manifest_sha256] for c in found]
-    return paths, [[str(s.path), s.reason] for s in catalog.skipped]
+    names = [[c.path.name, c.manifest_sha256] for c in found]
+    return names, [[s.path.name, s.reason] for s in catalog.skipped]
 
 
 def _open(

@@ -84,8 +84,10 @@ class CheckpointReader:
         """
         if (name, kind) in self._arrays:
             return self._arrays[name, kind]
+        kinds = ", ".join(self.kinds(name))
+        hint = f"; it has {kinds} of it" if kinds else near(f"{name}/{kind}", self.labels())
         raise MissingTensorError(
-            f"{self.path} has no {name}/{kind}{near(f'{name}/{kind}', self.labels())}",
+            f"{self.path} has no {name}/{kind}{hint}",
             tensor=name,
             kind=kind,
         )

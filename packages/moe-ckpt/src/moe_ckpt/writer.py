@@ -84,8 +84,9 @@ def save(
     root, step = Path(root), calls[0]["step"]
     with ExitStack() as stack:
         staging = together.on_first(_open_staging, stack, root, step, arrays, overwrite)
-        crcs = _write(together, Path(staging), views, arrays, chunks)
-        together.on_first(_commit, root, Path(staging), step, _infos(arrays, crcs), data)
+        # Each rank under its own root: nodes may mount one file system in different places.
+        crcs = _write(together, root / staging, views, arrays, chunks)
+        together.on_first(_commit, root, root / staging, step, _infos(arrays, crcs), data)
         if together.comm.rank == 0 and keep is not None:
             _retire(root, keep)
     return step_directory(root, step)
@@ -145,7 +146,7 @@ def _open_staging(
         directory = info.directory(staging)
         directory.mkdir(parents=True)
         files.write(directory / "zarr.json", metadata_bytes(info), durable=False)
-    return str(staging)
+    return staging.name
 
 
 def _infos(arrays: Sequence[ArrayPlan], crcs: Mapping[tuple[int, int], int]) -> list[ArrayInfo]:
