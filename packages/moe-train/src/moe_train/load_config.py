@@ -102,11 +102,7 @@ def from_dict(cls: type[Config], tree: Mapping[str, Any], *, source: str = "conf
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Return the tree as plain values: dict, list, str, int, float, bool and None."""
-    return {
-        field.name: _plain(getattr(config, field.name))
-        for field in dataclasses.fields(config)
-        if field.init
-    }
+    return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config) if f.init}
 
 
 def to_toml(config: Any) -> str:
@@ -148,13 +144,16 @@ def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _fields(cls: Any, prefix: str) -> list[tuple[dataclasses.Field[Any], str, Any]]:
+    """Return each field with its dotted name and its type, of which hints may be strings."""
+    hints = get_type_hints(cls)
+    return [(f, prefix + f.name, hints[f.name]) for f in dataclasses.fields(cls) if f.init]
+
+
 def _leaves(cls: Any, default: Any = dataclasses.MISSING, prefix: str = "") -> dict[str, _Leaf]:
     """Flatten a dataclass to its leaves by dotted name; ``default`` is an instance, if known."""
-    hints, leaves = get_type_hints(cls), {}
-    for field in dataclasses.fields(cls):
-        if not field.init:
-            continue
-        key, kind = prefix + field.name, hints[field.name]
+    leaves = {}
+    for field, key, kind in _fields(cls, prefix):
         if default is not dataclasses.MISSING:
             value = getattr(default, field.name)
         elif field.default_factory is not dataclasses.MISSING:
@@ -169,12 +168,10 @@ def _leaves(cls: Any, default: Any = dataclasses.MISSING, prefix: str = "") -> d
 
 
 def _build(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    hints, arguments = get_type_hints(cls), {}
-    for field in dataclasses.fields(cls):
-        if field.init:
-            key, kind = prefix + field.name, hints[field.name]
-            nested = dataclasses.is_dataclass(kind)
-            arguments[field.name] = _build(kind, values, f"{key}.") if nested else values[key]
+    arguments = {}
+    for field, key, kind in _fields(cls, prefix):
+        nested = dataclasses.is_dataclass(kind)
+        arguments[field.name] = _build(kind, values, f"{key}.") if nested else values[key]
     try:
         return cls(**arguments)
     except ValueError as error:
@@ -188,11 +185,8 @@ def _mirror(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     tyro makes an instance as soon as it has parsed the flags. With a copy, the real class is
     made once, by `_build`, and its errors look the same whichever source the value came from.
     """
-    hints, fields = get_type_hints(cls), []
-    for field in dataclasses.fields(cls):
-        if not field.init:
-            continue
-        key, kind = prefix + field.name, hints[field.name]
+    fields = []
+    for field, key, kind in _fields(cls, prefix):
         if dataclasses.is_dataclass(kind):
             part = _mirror(kind, values, f"{key}.")
             fields.append((field.name, part, dataclasses.field(default_factory=part)))

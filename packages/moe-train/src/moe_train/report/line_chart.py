@@ -12,6 +12,7 @@ from moe_train.report.scale import Scale, value_range, write_number
 
 _STRIPS = 240  # places that show their values under the pointer
 _FEW = 20  # values that have dots in any line: a short line is hard to see
+_MANY = 150  # values that have dots if the line asks for them
 _COLUMNS = 500  # places along x beyond which a line is thinned
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 104, 22, 40
 
@@ -26,7 +27,7 @@ class Line:
         y: Values; where they are not finite the line has a gap.
         style: CSS class that gives the colour.
         named: Whether the label is drawn.
-        dots: Whether each value has a dot, however many there are.
+        dots: Whether each value has a dot, unless there are so many that they would touch.
     """
 
     label: str
@@ -203,7 +204,7 @@ def _path(line: Line, x: Scale, y: Scale) -> str:
         pen = "L"
         dots.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3.2"/>')
     d.append("h0" if alone else "")
-    circles = "".join(dots) if line.dots or len(dots) <= _FEW else ""
+    circles = "".join(dots) if len(dots) <= (_MANY if line.dots else _FEW) else ""
     return (
         f'<g class="line {line.style}" data-label="{escape(line.label)}">'
         f'<path d="{"".join(d)}"/>{circles}</g>'
