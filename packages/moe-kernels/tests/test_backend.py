@@ -31,14 +31,14 @@ WITHOUT_TRITON = """
 """
 
 LAZILY = """
-    import sys, time
+    import sys
     import torch
-    start = time.perf_counter()
+    before = set(sys.modules)
     import moe_kernels
-    seconds = time.perf_counter() - start
-    assert "moe_kernels.gemm.kernel" not in sys.modules
-    assert "triton.language" not in sys.modules or TORCH_DOES
-    print(seconds)
+    new = set(sys.modules) - before
+    assert "moe_kernels.gemm.op" in new
+    assert "moe_kernels.gemm.kernel" not in new
+    assert not {name for name in new if name.partition(".")[0] in ("triton", "hypothesis", "numpy")}
 """
 
 
@@ -63,8 +63,7 @@ def test_without_triton_the_import_says_so_once_and_the_reference_runs() -> None
 
 
 def test_the_import_loads_no_kernel_and_says_nothing() -> None:
-    with_torch = run("import sys, torch; print('triton.language' in sys.modules)")
-    done = run(LAZILY.replace("TORCH_DOES", with_torch.stdout.strip()))
+    done = run(LAZILY)
     assert done.returncode == 0, done.stderr
     assert "moe_kernels" not in done.stderr
 

@@ -126,6 +126,7 @@ def test_routing_on_the_gpu_is_routing_on_the_cpu() -> None:
     assert all(torch.equal(a.cpu(), b) for a, b in groups)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_the_host_never_waits_for_the_device() -> None:
     logits_TE = randn(64, 8, dtype=torch.float32).requires_grad_()
     x_TD = randn(64, 32, dtype=torch.bfloat16).requires_grad_()
@@ -136,8 +137,8 @@ def test_the_host_never_waits_for_the_device() -> None:
         expert_mlp(x_TD, *weights, *routing[:2]).sum().backward()
 
     step()  # compiles
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")

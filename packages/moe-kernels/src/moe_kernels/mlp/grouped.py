@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.gemm.op import grouped_mm, grouped_mm_dw
-from moe_kernels.mlp.rows import combine, rows_of_slots, tokens_of_rows, weights_of_rows
+from moe_kernels.mlp.rows import combine, gather, rows_of_slots, tokens_of_rows, weights_of_rows
 from moe_kernels.mlp.swiglu import swiglu, swiglu_grad
 
 
@@ -53,9 +53,7 @@ def expert_mlp_grouped(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the pre-activation."""
     token_M = tokens_of_rows(slot_of_row_N, weight_TK.shape[1])
-    y_MD, h_MG = grouped_mlp_grouped(
-        x_TD.index_select(0, token_M), w_gate_up_EGD, w_down_EDF, offsets_E1
-    )
+    y_MD, h_MG = grouped_mlp_grouped(gather(x_TD, token_M), w_gate_up_EGD, w_down_EDF, offsets_E1)
     return combine(y_MD, rows_of_slots(row_of_slot_TK), weight_TK, weight_TK.dtype), h_MG
 
 
@@ -73,8 +71,8 @@ def expert_mlp_grouped_backward(
     """Return the gradients of the tokens, of both weights and of the routing weights."""
     token_M = tokens_of_rows(slot_of_row_N, weight_TK.shape[1])
     dx_MD, dw_gate_up_EGD, dw_down_EDF, dweight_M = grouped_mlp_grouped_backward(
-        dy_TD.index_select(0, token_M),
-        x_TD.index_select(0, token_M),
+        gather(dy_TD, token_M),
+        gather(x_TD, token_M),
         w_gate_up_EGD,
         w_down_EDF,
         offsets_E1,

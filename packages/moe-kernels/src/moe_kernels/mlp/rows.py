@@ -15,6 +15,13 @@ def tokens_of_rows(slot_of_row_N: Tensor, top_k: int) -> Tensor:
     return F.pad(token_N, (0, 1))
 
 
+def gather(x_TD: Tensor, token_M: Tensor) -> Tensor:
+    """Copy each row's token. Without tokens the spare row has none to read, and is zero."""
+    if x_TD.shape[0] == 0:
+        return x_TD.new_zeros(token_M.shape[0], x_TD.shape[1])
+    return x_TD.index_select(0, token_M)
+
+
 def weights_of_rows(weight_TK: Tensor, slot_of_row_N: Tensor) -> Tensor:
     """Return the weight of each row, 0 for rows of no expert and the spare one."""
     weight_N = weight_TK.reshape(-1).index_select(0, slot_of_row_N.clamp(min=0))
