@@ -94,6 +94,7 @@ def train(group, case, layout=None):
     )
     if case["load"] is not None:
         restore(optimizer, *case["load"])
+    start = [spec.parameter.detach().clone() for spec in specs]
     stats = []
     for step in range(case["first"], case["first"] + case["steps"]):
         for micro in range(case["micro"]):
@@ -104,6 +105,7 @@ def train(group, case, layout=None):
         stats.append([value.item() for value in optimizer.step()])
     return {
         "params": {spec.name: spec.parameter.detach().clone() for spec in specs},
+        "start": start,
         "experts": experts,
         "shards": [
             (s.name, s.kind, s.global_shape, s.flat_start, s.flat_stop, s.data.clone())
@@ -265,14 +267,15 @@ def test_moving_to_another_layout_changes_no_bit(pool, case, layout, bucket_elem
         "bucket_elements": bucket_elements,
     }
     after = pool.run(train, layout[0], rest, layout)
+    kept, moved = assemble_params(case, before), assemble_params(case, stayed)
     assert_same_state(assemble(case, after), assemble(case, stayed))
     assert after[0]["stats"] == stayed[0]["stats"][-2:]
     for result in after:
         assert result["step_count"] == case["steps"] + 2
         for i, param in enumerate(case["params"]):
             mine = result["experts"] if param["is_expert"] else ...
-            want = assemble_params(case, stayed)[f"p{i}"]
-            assert torch.equal(result["params"][f"p{i}"], want[mine])
+            assert torch.equal(result["start"][i], kept[f"p{i}"][mine])
+            assert torch.equal(result["params"][f"p{i}"], moved[f"p{i}"][mine])
 
 
 @given(
