@@ -2,6 +2,8 @@
 
 import hashlib
 import itertools
+import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -215,3 +217,31 @@ def test_scalars_and_empty_tensors_come_back(tmp_path, shape) -> None:
     into = blank(cut(arrays, 0, 1))
     load(tmp_path, into)
     equal_bits(into[0].data, arrays["w", "master"].reshape(-1))
+
+
+NCCL = """
+import sys
+from pathlib import Path
+import numpy as np, torch, torch.distributed as dist
+from moe_ckpt import load, save
+from moe_ckpt.testing import blank, cut
+from moe_ckpt.torch_adapter import TorchCommunicator
+torch.cuda.set_device(0)
+store = dist.HashStore()
+dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+comm = TorchCommunicator()
+assert comm.device.type == "cuda"
+assert comm.all_gather(b"abc") == [b"abc"] and comm.exchange([b""]) == [b""]
+assert comm.exchange([b"xy"]) == [b"xy"]
+shards = cut({("w", "master"): np.arange(9.0)}, 0, 1)
+save(Path(sys.argv[1]), shards, step=1, state={}, comm=comm)
+into = blank(shards)
+load(Path(sys.argv[1]), into, comm=comm)
+assert (into[0].data == shards[0].data).all()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.gpu
+def test_bytes_travel_through_the_device_with_nccl(tmp_path) -> None:
+    subprocess.run([sys.executable, "-c", NCCL, str(tmp_path)], check=True)
