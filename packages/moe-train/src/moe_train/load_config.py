@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 import tomli_w
 
 Config = TypeVar("Config")
+_Flags = dict[str, list[str]]  # the words after each flag
 _NAMES = {bool: "true or false", str: "text", Path: "a path", int: "an int", float: "a float"}
 _FLAG = re.compile(r"--[A-Za-z]")
 
@@ -77,7 +78,7 @@ def load_config(cls: type[Config], argv: list[str], *, prog: str, description: s
     if missing:
         raise ConfigError(f"{missing[0]} has no default: set it in the file or with --{missing[0]}")
     if flags:
-        values |= _read_flags(cls, flags, leaves, values, prog)
+        values |= _read_flags(cls, flags, leaves, values)
     return _build(cls, values)
 
 
@@ -259,9 +260,7 @@ def _convert_one(value: Any, kind: Any) -> Any:
     raise TypeError
 
 
-def _split(
-    argv: Sequence[str], leaves: Mapping[str, _Leaf]
-) -> tuple[list[str], dict[str, list[str]]]:
+def _split(argv: Sequence[str], leaves: Mapping[str, _Leaf]) -> tuple[list[str], _Flags]:
     """Sort the words of the command line by option, and refuse what tyro would not know.
 
     Returns:
@@ -269,7 +268,7 @@ def _split(
     """
     names = {key.replace("_", "-"): key for key in leaves}
     files: list[str] = []
-    flags: dict[str, list[str]] = {}
+    flags: _Flags = {}
     for option, words in _group(argv):
         name = option[2:].replace("_", "-")
         positive = re.sub(r"(^|\.)no-([^.]+)$", r"\1\2", name)
@@ -300,22 +299,18 @@ def _group(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def _read_flags(
-    cls: Any,
-    flags: Mapping[str, list[str]],
-    leaves: Mapping[str, _Leaf],
-    values: dict[str, Any],
-    prog: str,
+    cls: Any, flags: _Flags, leaves: Mapping[str, _Leaf], values: dict[str, Any]
 ) -> dict[str, Any]:
     words = [_tyro_words(key, flags[key], leaves[key].type) for key in flags]
-    parsed = _parse(_mirror(cls, values), list(itertools.chain(*words)), prog, "")
+    parsed = _parse(_mirror(cls, values), list(itertools.chain(*words)))
     if parsed is not None:
         return {key: operator.attrgetter(key)(parsed) for key in flags}
     for key, got in flags.items():  # which one was it? Each is tried alone
         kind = leaves[key].type
         alone = dataclasses.make_dataclass("Alone", [("value", kind)])
-        if _parse(alone, _tyro_words("value", got, kind), prog, "") is None:
-            wanted = _describe(kind)
-            raise ConfigError(f"--{key} must be {wanted}, got {' '.join(got) or 'nothing'!r}")
+        if _parse(alone, _tyro_words("value", got, kind)) is None:
+            found = " ".join(got) or "nothing"
+            raise ConfigError(f"--{key} must be {_describe(kind)}, got {found!r}")
     raise ConfigError(f"cannot read the options {' '.join('--' + key for key in flags)}")
 
 
@@ -327,7 +322,7 @@ def _tyro_words(key: str, words: list[str], kind: Any) -> list[str]:
     return [f"{option}={words[0]}"] if len(words) == 1 else [option, *words]
 
 
-def _parse(cls: Any, words: list[str], prog: str, description: str) -> Any:
+def _parse(cls: Any, words: list[str], prog: str = "", description: str = "") -> Any:
     """Return the instance that tyro makes, or None where it refuses the words."""
     import tyro  # noqa: PLC0415 - takes 0.4 s, which a run without flags need not wait for
 

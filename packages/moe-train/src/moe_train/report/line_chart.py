@@ -125,7 +125,7 @@ def _scales(lines: Sequence[Line], chart: Chart) -> tuple[Scale, Scale]:
     first, last = (float(xs.min()), float(xs.max())) if len(xs) else (0.0, 1.0)
     if first == last:
         first, last = first - 1, last + 1
-    elif 0 < first < 0.05 * last:
+    elif 0 < first <= 0.2 * last:
         first = 0.0
     fixed = [value for _, value in chart.references] + ([0.0] if chart.zero else [])
     # Fixed values must be in sight, so they count more often than a spike could.

@@ -13,6 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from moe_train.console import format_duration
+from moe_train.metrics import Record
 from moe_train.report.heat_map import draw_legend, draw_load, draw_load_over_time, palette
 from moe_train.report.line_chart import Chart, Line, draw_lines
 from moe_train.report.run_data import Array, RunData, read_run, smooth
@@ -173,7 +174,7 @@ def _smooth(run: RunData, key: str) -> Array:
     values = run.column(key)
     low, high = value_range(values)
     inside = np.where((values >= low) & (values <= high), values, math.nan)
-    return smooth(inside, max(2.0, len(values) / 80))
+    return smooth(inside, max(0.5, len(values) / 80))
 
 
 def _spreads(lines: Sequence[Line]) -> bool:
@@ -185,10 +186,7 @@ def _spreads(lines: Sequence[Line]) -> bool:
 def _charts(run: RunData) -> dict[str, str]:
     steps = run.steps()
     skipped = [r["step"] for r in run.train if r.get("skipped")]
-    marks = [
-        (f"resumed, {r['world_size']} ranks" if "world_size" in r else "resumed", r["step"])
-        for r in run.starts[1:]
-    ]
+    marks = [(_resume(record), record["step"]) for record in run.starts[1:]]
 
     def both(key: str) -> list[Line]:
         values = run.column(key)
@@ -229,6 +227,11 @@ def _charts(run: RunData) -> dict[str, str]:
         "lr": chart("Learning rate", "learning rate", rate, zero=True),
         "auxiliary": chart("Auxiliary losses", "a token", auxiliary, log=_spreads(auxiliary)),
     }  # fmt: skip
+
+
+def _resume(record: Record) -> str:
+    ranks = record.get("world_size")
+    return "resumed" if ranks is None else f"resumed, {ranks} rank{'s' * (ranks != 1)}"
 
 
 def _loss_lines(run: RunData) -> list[Line]:

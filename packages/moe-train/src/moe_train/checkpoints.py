@@ -1,0 +1,90 @@
+"""Between a trainer and its checkpoints: what is saved, and how it comes back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import moe_ckpt
+import torch
+from moe_ckpt import Alone, Checkpoint, Communicator
+from moe_ckpt.torch_adapter import TorchCommunicator
+from moe_parallel import Shard
+
+from moe_train.config import RunConfig
+from moe_train.corpus import Corpus
+from moe_train.folder import RunFolder
+from moe_train.load_config import to_dict
+from moe_train.trainer import Trainer
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: The run's folder.
+        trainer: Whose state is saved.
+        corpus: The text, whose digest is kept with the state.
+    """
+
+    def __init__(self, folder: RunFolder, trainer: Trainer, corpus: Corpus):
+        self.folder, self.trainer, self.corpus = folder, trainer, corpus
+        group = trainer.mesh.world_group
+        self.comm: Communicator = Alone() if group is None else TorchCommunicator(group)
+
+    def save(self, *, target: int, seconds: float, tokens: int) -> None:
+        """Commit the state of this step. A collective call.
+
+        Args:
+            target: Step at which this start of the run ends.
+            seconds: Training time so far, over all starts.
+            tokens: Tokens trained on so far.
+        """
+        trainer, config = self.trainer, self.trainer.config
+        moe_ckpt.save(
+            self.folder.checkpoints,
+            [_on_host(shard) for shard in trainer.shards()],
+            step=trainer.steps_done,
+            state={
+                "steps_done": trainer.steps_done,
+                "samples_seen": trainer.samples_seen,
+                "step_count": trainer.optimizer.step_count,
+                "target": target,
+                "seconds": seconds,
+                "tokens": tokens,
+                "corpus": {"digest": self.corpus.digest, "origin": self.corpus.origin},
+                "config": portable(config),
+            },
+            comm=self.comm,
+            keep=config.train.keep,
+            overwrite=True,
+        )
+
+    def load(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
+        """Take over a checkpoint. A collective call."""
+        live = self.trainer.shards()
+        host = [_on_host(shard) for shard in live]
+        moe_ckpt.load(self.folder.checkpoints, host, step=checkpoint.step, comm=self.comm)
+        for shard, loaded in zip(live, host, strict=True):
+            if loaded is not shard:
+                shard.data.copy_(loaded.data)
+        self.trainer.loaded(
+            steps_done=state["steps_done"],
+            samples_seen=state["samples_seen"],
+            step_count=state["step_count"],
+        )
+
+
+def portable(config: RunConfig) -> dict[str, Any]:
+    """Return the settings without those that only say where the run is."""
+    settings = to_dict(config)
+    return {key: value for key, value in settings.items() if key not in ("run_dir", "nproc")}
+
+
+def _on_host(shard: Shard) -> Shard:
+    if shard.data.device.type == "cpu":
+        return shard
+    # The copy waits for the device, so what is saved is the state of this step.
+    return Shard(
+        name=shard.name, kind=shard.kind, global_shape=shard.global_shape,
+        flat_start=shard.flat_start, flat_stop=shard.flat_stop,
+        data=shard.data.to(torch.device("cpu")),
+    )  # fmt: skip

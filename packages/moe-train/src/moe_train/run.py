@@ -1,0 +1,268 @@
+"""The main job: find the run or begin it, train, validate, save, and report.
+
+Read ``run`` first: it is the life of a run in order. Everything that can be refused is refused in
+``prepare``, before any work.
+"""
+
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from moe_ckpt import Checkpoint
+from moe_parallel import Mesh, MeshPlan, check_same, plan_mesh
+
+from moe_train.checkpoints import Checkpoints
+from moe_train.config import RunConfig
+from moe_train.console import Console
+from moe_train.corpus import Corpus, load_corpus, reference_losses
+from moe_train.data import Sequences
+from moe_train.environment import environment
+from moe_train.errors import RunError
+from moe_train.folder import RunFolder
+from moe_train.load_config import to_toml
+from moe_train.metrics import MetricsLog
+from moe_train.ranks import RankInfo, join, pick_device
+from moe_train.report import write_report
+from moe_train.resume import check_continuation, find_state, target_step
+from moe_train.sample import generate
+from moe_train.stop import StopRequest
+from moe_train.trainer import StepResult, Trainer
+
+MAX_SKIPPED = 20
+"""Steps in a row with a gradient that is not finite, after which a run gives up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is known before any work.
+
+    Attributes:
+        plan: The mesh.
+        corpus: The text.
+        train: Sequences to train on.
+        held_out: Sequences to validate on.
+        folder: The run's folder.
+        found: The checkpoint to continue from.
+        state: Its state.
+        changes: Settings that differ from the checkpoint's, one line each.
+    """
+
+    plan: MeshPlan
+    corpus: Corpus
+    train: Sequences
+    held_out: Sequences
+    folder: RunFolder
+    found: Checkpoint | None
+    state: dict[str, Any] | None
+    changes: list[str]
+
+
+def prepare(config: RunConfig, world_size: int) -> Prepared:
+    """Check everything that can be checked before work begins.
+
+    Raises:
+        MeshError: If the ranks cannot be divided as asked.
+        CorpusError: If there is no text.
+        RunError: If the batch cannot be divided, the folder not be used, the run not continued.
+    """
+    mesh = config.mesh
+    plan = plan_mesh(
+        world_size,
+        pp=mesh.pp,
+        ep=mesh.ep,
+        num_experts=config.model.num_experts,
+        num_layers=config.model.num_layers,
+        nvlink_domain=mesh.nvlink_domain,
+    )
+    config.check_batch(plan.dp)
+    corpus = load_corpus(config.data.path, config.data.suffix)
+    train = Sequences(corpus.train, config.data.sequence_length)
+    held_out = Sequences(corpus.held_out, config.data.sequence_length)
+    folder = RunFolder(config.run_dir)
+    found = find_state(folder)
+    changes = check_continuation(found[1], config, corpus) if found else []
+    checkpoint, state = found or (None, None)
+    return Prepared(plan, corpus, train, held_out, folder, checkpoint, state, changes)
+
+
+def run(config: RunConfig, info: RankInfo) -> None:
+    """Train for ``config.train.steps`` steps more, from wherever the run in ``run_dir`` is."""
+    prepared = prepare(config, info.world_size)
+    device = pick_device(config, info)
+    with prepared.folder.locked() if info.rank == 0 else nullcontext():
+        join(info, device)
+        mesh = Mesh.create(prepared.plan)
+        check_same(f"{config} {prepared.corpus.digest}", "the configuration or the text", mesh)
+        trainer = Trainer(config, mesh, device, prepared.train, prepared.held_out)
+        Job(config, prepared, trainer).go()
+
+
+class Job:
+    """One start of a run, from the step it finds to the step where it ends.
+
+    Args:
+        config: The run.
+        prepared: What ``prepare`` found.
+        trainer: Of this rank.
+    """
+
+    def __init__(self, config: RunConfig, prepared: Prepared, trainer: Trainer):
+        self.config, self.prepared, self.trainer = config, prepared, trainer
+        self.folder, state = prepared.folder, prepared.state
+        self.leads = trainer.mesh.rank == 0
+        self.target = target_step(state, config.train.steps)
+        self.seconds = state["seconds"] if state else 0.0
+        self.tokens = state["tokens"] if state else 0
+        self.checkpoints = Checkpoints(self.folder, trainer, prepared.corpus)
+        self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=trainer.device)
+
+    def go(self) -> None:
+        """Train to the end, or until somebody asks to stop; then leave everything on disk."""
+        if self.prepared.found is not None and self.prepared.state is not None:
+            self.checkpoints.load(self.prepared.found, self.prepared.state)
+        first = self.trainer.steps_done
+        with StopRequest().listening() as stop, Console(
+            self.target, first, enabled=self.leads
+        ) as self.console:
+            self._introduce()
+            self.log = MetricsLog(self.folder.metrics) if self.leads else None
+            if self.log is not None:
+                self.log.truncate_after(first)
+                self.log.write(
+                    {"kind": "run", "step": first, "world_size": self.trainer.mesh.plan.world_size}
+                )
+            stopped = self._train(stop)
+            self._finish(stopped, stop)
+
+    def _train(self, stop: StopRequest) -> bool:
+        """Take steps to the target. Returns whether somebody stopped it before."""
+        c, trainer = self.config.train, self.trainer
+        since, steps = time.monotonic(), 0
+        while trainer.steps_done < self.target:
+            rate = trainer.learning_rate(trainer.steps_done)
+            result = trainer.step()
+            self.tokens += c.batch_size * self.config.data.sequence_length
+            self.skipped_in_a_row = (self.skipped_in_a_row + 1) * result.skipped
+            step, steps = trainer.steps_done, steps + 1
+            stopped = stop.agreed(trainer.mesh, trainer.device)
+            ends = stopped or step == self.target
+            if step % c.log_every == 0 or ends or _due(step, c.save_every):
+                self._log(result, rate, time.monotonic() - since, steps)
+                since, steps = time.monotonic(), 0
+            if not ends and _due(step, c.eval_every):
+                self._evaluate()
+            if ends or _due(step, c.save_every):
+                self._save()
+            if _due(step, c.eval_every) or _due(step, c.save_every):
+                since = time.monotonic()
+            if stopped:
+                return True
+        return False
+
+    def _log(self, result: StepResult, rate: float, seconds: float, steps: int) -> None:
+        """Record a step. The one place where the loop waits for the device."""
+        if int(self.skipped_in_a_row) >= MAX_SKIPPED:
+            raise RunError(
+                f"the gradient was not finite in {MAX_SKIPPED} steps in a row, up to step "
+                f"{self.trainer.steps_done}. The last checkpoint is from before; a smaller "
+                "optimizer.lr may help"
+            )
+        self.seconds += seconds
+        tokens = steps * self.config.train.batch_size * self.config.data.sequence_length
+        load_LE = result.load_LE
+        record = {
+            "kind": "train",
+            "step": self.trainer.steps_done,
+            "loss": float(result.loss),
+            "balance_loss": float(result.balance_loss),
+            "z_loss": float(result.z_loss),
+            "grad_norm": float(result.grad_norm),
+            "lr": rate,
+            "skipped": bool(result.skipped),
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "tokens_per_second": tokens / max(seconds, 1e-9),
+            "imbalance": float(load_LE.max()) * load_LE.shape[1],
+            "entropy": result.entropy_L.tolist(),
+            "load": load_LE.tolist(),
+            "unrouted": int(result.num_bad),
+        }
+        if self.log is not None:
+            self.log.write(record)
+        self.console.update(record)
+
+    def _evaluate(self) -> float:
+        loss, tokens = self.trainer.evaluate()
+        if self.log is not None:
+            step = self.trainer.steps_done
+            self.log.write({"kind": "eval", "step": step, "loss": loss, "tokens": tokens})
+            self.console.say(f"step {step}: validation loss {loss:.4f} nats a byte")
+        return loss
+
+    def _save(self) -> None:
+        self.checkpoints.save(target=self.target, seconds=self.seconds, tokens=self.tokens)
+        if self.log is not None:
+            self.log.write({"kind": "save", "step": self.trainer.steps_done})
+
+    def _introduce(self) -> None:
+        """Say what was found and write down what is known at the start."""
+        if not self.leads:
+            return
+        p, c, say = self.prepared, self.config, self.console.say
+        corpus, mesh = p.corpus, self.trainer.mesh.plan
+        world, steps = mesh.world_size, self.target - self.trainer.steps_done
+        say(
+            f"{corpus.num_files[0]} files, {len(corpus.train):,} bytes of {corpus.origin}; "
+            f"{corpus.num_files[1]} files, {len(corpus.held_out):,} bytes held out"
+        )
+        references = reference_losses(corpus)
+        for name, loss in references.items():
+            say(f"reference: a {name} table reaches {loss:.2f} nats a byte on the held-out files")
+        masters = {s.name: s.global_shape for s in self.trainer.shards() if s.kind == "master"}
+        parameters = sum(map(math.prod, masters.values()))
+        say(mesh.describe() if world > 1 else f"1 rank on {self.trainer.device.type}")
+        if p.state is None:
+            where = f"no checkpoint in {c.run_dir}: beginning a new run of {steps} steps"
+        else:
+            done = self.trainer.steps_done
+            where = f"found step {done} in {c.run_dir}: continuing to step {self.target}"
+        say(f"{parameters:,} parameters; {where}")
+        for change in p.changes:
+            say(f"changed since that checkpoint: {change}")
+        self.folder.write_text("config.toml", to_toml(c))
+        self.folder.write_json("references.json", references)
+        self.folder.write_json("environment.json", environment(self.trainer.device, world))
+
+    def _finish(self, stopped: bool, stop: StopRequest) -> None:
+        """Validate, write a sample and the report. A stopped run is left as it is, reported."""
+        step, say = self.trainer.steps_done, self.console.say
+        if stopped:
+            if self.leads:
+                name = stop.signal.name if stop.signal else "a signal to another rank"
+                report = write_report(self.folder.root)
+                say(f"stopped by {name} after step {step} of {self.target}; saved. Report: {report}")
+                say("run the same command again to go on")
+            return
+        loss = self._evaluate()
+        length = self.config.train.sample_bytes
+        text = generate(self.trainer, length) if length else b""
+        if not self.leads:
+            return
+        sample = text.decode("utf-8", errors="replace")
+        self.folder.write_text("sample.txt", sample)
+        self.folder.write_json(
+            "result.json", {"step": step, "validation_loss": loss, "seconds": self.seconds}
+        )
+        report = write_report(self.folder.root)
+        if sample:
+            say(f"a sample:\n{sample}")
+        say(f"validation loss {loss:.4f} nats a byte after {step} steps; saved in {self.folder.root}")
+        say(f"report: {report}")
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+

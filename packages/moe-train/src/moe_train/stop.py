@@ -1,0 +1,41 @@
+"""Ending a run between two steps, on every rank at the same one."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from moe_parallel import Mesh
+
+
+class StopRequest:
+    """Remembers that somebody asked for the end. The second Ctrl-C does not wait for a step."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator["StopRequest"]:
+        """Take SIGINT and SIGTERM as requests while the block runs."""
+        before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def agreed(self, mesh: Mesh, device: torch.device) -> bool:
+        """Return on every rank whether any rank was asked. A collective call."""
+        asked = self.signal is not None
+        if mesh.world_group is None:
+            return asked
+        flag = torch.tensor(float(asked), device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.world_group)
+        return bool(flag)
+
+    def _ask(self, number: int, _: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)

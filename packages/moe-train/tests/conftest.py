@@ -1,0 +1,59 @@
+"""A run small enough to be made in a test."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from moe_parallel import Mesh, plan_mesh
+from moe_train.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from moe_train.corpus import load_corpus
+from moe_train.data import Sequences
+from moe_train.trainer import Trainer
+
+TINY = ModelConfig(
+    dim=16, num_layers=2, num_heads=2, num_kv_heads=1, num_experts=4, expert_dim=8, shared_dim=8
+)
+
+
+@pytest.fixture
+def text_folder(tmp_path: Path) -> Path:
+    """A folder of eight small files of regular text."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(8):
+        lines = [f"def f{j}(x):\n    return x * {j % 7} + {i}\n" for j in range(40)]
+        (folder / f"file{i}.py").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture
+def tiny_config(text_folder: Path, tmp_path: Path) -> RunConfig:
+    """A run of a few thousand float64 parameters."""
+    return RunConfig(
+        run_dir=tmp_path / "run",
+        model=TINY,
+        data=DataConfig(path=text_folder, sequence_length=16),
+        train=TrainConfig(
+            steps=6, batch_size=8, dtype="float64", threads=1, device="cpu",
+            eval_sequences=8, sample_bytes=4, save_every=3, eval_every=0, log_every=1,
+        ),
+    )  # fmt: skip
+
+
+def make_trainer(config: RunConfig) -> Trainer:
+    """Make the trainer of a run on one rank."""
+    corpus = load_corpus(config.data.path, config.data.suffix)
+    length = config.data.sequence_length
+    return Trainer(
+        config,
+        Mesh.create(plan_mesh(1)),
+        torch.device("cpu"),
+        Sequences(corpus.train, length),
+        Sequences(corpus.held_out, length),
+    )
+
+
+@pytest.fixture
+def trainer_of():
+    """Return the function that makes a trainer."""
+    return make_trainer
