@@ -14,6 +14,11 @@ TILES = (Tile(16, 16, 16, 4, 1), Tile(32, 16, 32, 4, 2), Tile(16, 64, 16, 4, 1))
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5, torch.float64: 1e-12}
 
 
+def on_device(run):
+    """Let the kernel have its arguments where it runs, and bring the result back."""
+    return lambda *args: run(*(t.to(DEVICE) for t in args), TILES[0]).cpu()
+
+
 def dense_forward(x_ND, w_EFD, offsets_E1) -> torch.Tensor:
     """Multiply every row by every expert in float64 and keep the row's own."""
     valid = int(offsets_E1[-1])
@@ -70,14 +75,14 @@ def test_weight_gradient_kernel_agrees_with_dense_products(problem, tile, seed) 
 @pytest.mark.parametrize("num_experts", [1, 2, 3])
 @pytest.mark.parametrize("kernel", [False, True], ids=["op", "kernel"])
 def test_any_strides_give_the_same_product(num_experts: int, kernel: bool) -> None:
-    run = (lambda *args: grouped_mm_triton(*args, TILES[0])) if kernel else grouped_mm
+    run = on_device(grouped_mm_triton) if kernel else grouped_mm
     x_ND, w_EFD = randn(9, 12, seed=0), randn(num_experts, 10, 12, seed=1)
     offsets_E1 = torch.linspace(0, 7, num_experts + 1).int()
     want = dense_forward(x_ND, w_EFD, offsets_E1)
     transposed = x_ND.T.contiguous().T, w_EFD.mT.contiguous().mT
     padded = torch.cat([x_ND, x_ND], 1)[:, :12], torch.cat([w_EFD, w_EFD], 2)[..., :12]
     for x, w in ((x_ND, w_EFD), transposed, padded):
-        assert_near(run(x.to(DEVICE), w.to(DEVICE), offsets_E1.to(DEVICE)).cpu(), want)
+        assert_near(run(x, w, offsets_E1), want)
 
 
 @pytest.mark.parametrize("num_experts", [1, 2, 3])
@@ -94,7 +99,7 @@ COUNTS = [0, 5, 0, 7, 0, 0, 3, 0]
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["op", "kernel"])
 def test_experts_without_rows_get_zero_gradient_whatever_memory_held(poison, kernel) -> None:
-    run = (lambda *args: grouped_mm_dw_triton(*args, TILES[0])) if kernel else grouped_mm_dw
+    run = on_device(grouped_mm_dw_triton) if kernel else grouped_mm_dw
     offsets_E1 = torch.tensor([0, *COUNTS]).cumsum(0).int()
     x_ND, dy_NF = randn(15, 20, seed=0), randn(15, 10, seed=1)
     with poison():
@@ -107,7 +112,7 @@ def test_experts_without_rows_get_zero_gradient_whatever_memory_held(poison, ker
 @pytest.mark.parametrize("kernel", [False, True], ids=["op", "kernel"])
 @pytest.mark.parametrize("poisonous", [torch.nan, torch.inf])
 def test_rows_past_the_last_offset_are_never_read(poison, kernel, poisonous) -> None:
-    run = (lambda *args: grouped_mm_triton(*args, TILES[0])) if kernel else grouped_mm
+    run = on_device(grouped_mm_triton) if kernel else grouped_mm
     x_ND, w_EFD = randn(128, 8, seed=0), randn(3, 6, 8, seed=1)
     x_ND[77:] = poisonous
     offsets_E1 = torch.tensor([0, 30, 30, 77], dtype=torch.int32)
@@ -122,8 +127,8 @@ def test_rows_past_the_last_offset_are_never_read(poison, kernel, poisonous) -> 
 def test_a_nan_in_a_row_stays_in_that_row() -> None:
     x_ND, w_EFD = randn(6, 4, seed=0), randn(2, 5, 4, seed=1)
     x_ND[2, 1] = torch.nan
-    for run in (grouped_mm, lambda *args: grouped_mm_triton(*args, TILES[0])):
-        y_NF = run(x_ND.to(DEVICE), w_EFD.to(DEVICE), torch.tensor([0, 3, 6]).int().to(DEVICE))
+    for run in (grouped_mm, on_device(grouped_mm_triton)):
+        y_NF = run(x_ND, w_EFD, torch.tensor([0, 3, 6]).int())
         assert y_NF.isnan().all(dim=1).tolist() == [False, False, True, False, False, False]
 
 

@@ -10,6 +10,7 @@ from moe_kernels.gemm.kernel import Tile, grouped_mm_dw_triton, grouped_mm_trito
 from moe_kernels.testing import randn
 
 KERNELS = sorted(Path(moe_kernels.__file__).parent.rglob("kernel.py"))
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE = Tile(16, 16, 16, num_warps=4, num_stages=1)
 
 
@@ -70,24 +71,28 @@ def kernel(x_ptr, stride):
     assert narrow_products(bad) == ["n[:, None] * stride"]
 
 
+def run(kernel, *args: torch.Tensor) -> torch.Tensor:
+    return kernel(*(t.to(DEVICE) for t in args), TILE).cpu()
+
+
 def test_rows_past_two_to_the_31st_element_are_found() -> None:
     # Rows 2**30 elements apart: row 2 begins where 32 bits end. Only touched pages cost memory.
     D, F, stride = 8, 4, 2**30
     values_ND, dy_NF = randn(3, D, seed=0), randn(3, F, seed=1)
     w_EFD, offsets_E1 = randn(1, F, D, seed=2), torch.tensor([0, 3], dtype=torch.int32)
-    x_ND = torch.empty(2 * stride + D).as_strided((3, D), (stride, 1))
+    x_ND = torch.empty(2 * stride + D, device=DEVICE).as_strided((3, D), (stride, 1))
     x_ND.copy_(values_ND)
-    got = grouped_mm_triton(x_ND, w_EFD, offsets_E1, TILE)
+    got = run(grouped_mm_triton, x_ND, w_EFD, offsets_E1)
     torch.testing.assert_close(got, values_ND @ w_EFD[0].T)
-    got = grouped_mm_dw_triton(x_ND, dy_NF, offsets_E1, TILE)
+    got = run(grouped_mm_dw_triton, x_ND, dy_NF, offsets_E1)
     torch.testing.assert_close(got[0], dy_NF.T @ values_ND)
 
 
 def test_experts_past_two_to_the_31st_element_are_found() -> None:
     D, F, stride = 8, 4, 2**30
     values_EFD = randn(3, F, D, seed=0)
-    w_EFD = torch.empty(2 * stride + F * D).as_strided((3, F, D), (stride, D, 1))
+    w_EFD = torch.empty(2 * stride + F * D, device=DEVICE).as_strided((3, F, D), (stride, D, 1))
     w_EFD.copy_(values_EFD)
     x_ND, offsets_E1 = randn(3, D, seed=1), torch.tensor([0, 1, 2, 3], dtype=torch.int32)
-    got = grouped_mm_triton(x_ND, w_EFD, offsets_E1, TILE)
+    got = run(grouped_mm_triton, x_ND, w_EFD, offsets_E1)
     torch.testing.assert_close(got, torch.einsum("nd,nfd->nf", x_ND, values_EFD))
