@@ -40,7 +40,7 @@ def test_a_skewed_routing_costs_what_it_costs_by_hand() -> None:
     torch.testing.assert_close(masked.item(), 2.8)
 
 
-@given(st.sampled_from(["softmax", "sigmoid"]), st.integers(1, 4), seeds)
+@given(st.sampled_from(["softmax", "sigmoid"]), st.integers(0, 4), seeds)
 def test_sequences_can_be_computed_apart_and_added(score, sequences, seed) -> None:
     logits_TE = randn(sequences * 5, 6, seed=seed, dtype=torch.float64)
     routing = route(logits_TE, 2, score=score)
@@ -49,7 +49,7 @@ def test_sequences_can_be_computed_apart_and_added(score, sequences, seed) -> No
         balance_loss(routing.score_TE[s : s + 5], routing.expert_TK[s : s + 5])
         for s in range(0, sequences * 5, 5)
     ]
-    torch.testing.assert_close(whole, torch.stack(parts).sum())
+    torch.testing.assert_close(whole, sum(parts, torch.zeros(()).double()))
 
 
 @given(seeds)

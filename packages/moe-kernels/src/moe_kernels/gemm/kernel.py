@@ -159,7 +159,11 @@ def grouped_mm_triton(
     N, D = x_ND.shape
     E, F, _ = w_EFD.shape
     n, f, d, num_warps, num_stages = tile or choose_tile(x_ND.dtype, N, E)
-    launch = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    launch: dict[str, int] = {
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+        "enable_fp_fusion": True,
+    }
     y_NF = x_ND.new_empty(N, F)
     num_tiles = N // n + E + 1
     if y_NF.numel():
@@ -180,7 +184,11 @@ def grouped_mm_dw_triton(
     N, D = x_ND.shape
     E, F = offsets_E1.shape[0] - 1, dy_NF.shape[1]
     n, f, d, num_warps, num_stages = tile or choose_dw_tile(x_ND.dtype)
-    launch = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    launch: dict[str, int] = {
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+        "enable_fp_fusion": True,
+    }
     dw_EFD = x_ND.new_empty(E, F, D)
     if dw_EFD.numel():
         _grouped_mm_dw_kernel[(E * triton.cdiv(F, f) * triton.cdiv(D, d),)](

@@ -86,9 +86,9 @@ def balance_loss(
     total_T1 = score_TE.sum(dim=1, keepdim=True)
     share_TE = score_TE / total_T1.masked_fill(total_T1 == 0, 1.0)
     share_TE = share_TE.masked_fill(~valid_T[:, None], 0.0)
-    share_SE = share_TE.unflatten(0, (-1, length)).sum(dim=1)
-    count_SE = _count(expert_TK.reshape(-1, length * K), E).to(score_TE.dtype)
-    valid_S = valid_T.view(-1, length).sum(dim=1).clamp(min=1)
+    share_SE = share_TE.unflatten(0, (T // length, length)).sum(dim=1)
+    count_SE = _count(expert_TK.reshape(T // length, length * K), E).to(score_TE.dtype)
+    valid_S = valid_T.view(T // length, length).sum(dim=1).clamp(min=1)
     return ((count_SE * share_SE).sum(dim=1) * E / (valid_S * K)).sum()
 
 
