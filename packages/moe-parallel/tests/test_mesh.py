@@ -74,3 +74,44 @@ def test_one_rank_needs_no_process_group() -> None:
 def test_several_ranks_need_torch_distributed() -> None:
     with pytest.raises(MeshError, match="a mesh of 2 ranks needs"):
         Mesh.create(plan_mesh(2), rank=0)
+
+
+def sum_in_a_new_mesh(group, whole):
+    mesh = Mesh.create(
+        plan_mesh(dist.get_world_size(group), ep=dist.get_world_size(group)),
+        group=None if whole else group,
+    )
+    bits = torch.tensor([1 << mesh.rank, 1 << mesh.rank])
+    dist.all_reduce(bits[:1], group=mesh.ep_group)
+    dist.all_reduce(bits[1:], group=mesh.edp_group)
+    return tuple(bits.tolist())
+
+
+def test_meshes_of_parts_and_of_the_whole_can_be_made_in_any_order(pool) -> None:
+    # A rank that sat out a mesh has made fewer groups than the others.
+    for world_size, whole in ((2, False), (4, True), (3, False), (2, False), (4, False), (4, True)):
+        everyone = (1 << world_size) - 1
+        want = [(everyone, 1 << rank) for rank in range(world_size)]
+        assert pool.run(sum_in_a_new_mesh, world_size, whole) == want
+
+
+def sums_in_two_halves(group):
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half = halves[dist.get_rank() // 2]
+    meshes = [
+        Mesh.create(plan_mesh(2, pp=pp, ep=ep), group=half) for pp, ep in ((1, 2), (2, 1), (1, 1))
+    ]
+    totals = []
+    for mesh in meshes:
+        total = torch.tensor([1 << dist.get_rank()] * 3)
+        dist.all_reduce(total[:1], group=mesh.dp_group)
+        dist.all_reduce(total[1:2], group=mesh.ep_group)
+        dist.all_reduce(total[2:], group=mesh.edp_group)
+        totals.append(total.tolist())
+    return totals
+
+
+def test_two_halves_of_the_world_make_their_meshes_at_the_same_time(pool) -> None:
+    for rank, totals in enumerate(pool.run(sums_in_two_halves, 4)):
+        own, half = 1 << rank, 3 << (rank // 2 * 2)
+        assert totals == [[half, half, own], [own, own, own], [half, own, half]]

@@ -53,6 +53,7 @@ class Mesh:
             plan: The layout.
             rank: This rank; None asks torch.distributed (or is 0 in a world of one).
             group: The ranks that the mesh is made of; None means all of torch.distributed's.
+                A part of them works on gloo, and on NCCL unless that is bound to a device.
 
         Raises:
             MeshError: If the world is not of the planned size, or ``rank`` is not this rank.
@@ -109,33 +110,33 @@ def _own_group(
     """Return this rank's group of a partition of the mesh, making it where none exists."""
     if len(partition) == 1:
         return dist.group.WORLD if group is None else group
-    if group is None:
-        # torch.distributed wants every rank to take part in making every group.
-        made = [dist.new_group(list(ranks)) for ranks in partition]
-        return next(new for new in made if isinstance(new, dist.ProcessGroup))
-    # Ranks outside of the mesh do not come here, so only members can take part.
-    _align_group_counts(group)
-    mine = next(ranks for ranks in partition if rank in ranks)
-    return _new_local_group([dist.get_global_rank(group, r) for r in mine])
+    own: dist.ProcessGroup | None = None
+    for ranks in partition:
+        # Every rank of the mesh takes part in making every group, as torch.distributed asks.
+        _agree_on_a_name(group)
+        made = dist.new_group(
+            [r if group is None else dist.get_global_rank(group, r) for r in ranks]
+        )
+        if rank in ranks and isinstance(made, dist.ProcessGroup):
+            own = made
+    return own
 
 
-def _align_group_counts(group: dist.ProcessGroup) -> None:
-    """Make the ranks of ``group`` agree on how many groups they have made.
+def _agree_on_a_name(group: dist.ProcessGroup | None) -> None:
+    """Make the ranks of ``group`` call the next process group by the same name.
 
-    torch.distributed derives a locally made group's name from that count, and ranks that know
-    a group by different names never meet. Counts differ when ranks have been in different
-    meshes before; groups of one fill the gap.
+    torch.distributed names groups by counting them, and ranks that know a group by different
+    names wait for each other forever. The counts differ when some ranks have been in a mesh of
+    a part of the world. Asking for a group of somebody else's raises the count and no more. A
+    part of the world takes names that are its own, as another part may be choosing one now.
     """
+    first, world_size = dist.get_global_rank(group, 0) if group else 0, dist.get_world_size()
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    mine = torch.tensor(dist.get_pg_count(), device=device)
-    most = mine.clone()
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    for _ in range(int(most) - int(mine)):
-        _new_local_group([dist.get_rank()])
-
-
-def _new_local_group(global_ranks: list[int]) -> dist.ProcessGroup:
-    group = dist.new_group(global_ranks, use_local_synchronization=True)
-    if not isinstance(group, dist.ProcessGroup):
-        raise MeshError(f"rank {dist.get_rank()} is not among the ranks {global_ranks}")
-    return group
+    agreed = torch.tensor(dist.get_pg_count(), device=device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+    name = int(agreed)
+    if dist.get_world_size(group) < world_size:
+        name += (first - name) % world_size
+    somebody_else = (dist.get_rank() + 1) % world_size
+    while dist.get_pg_count() < name:
+        dist.new_group([somebody_else])

@@ -1,7 +1,6 @@
 """A piece of optimizer state, in coordinates that know no ranks."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
@@ -15,7 +14,8 @@ class Shard:
 
     Attributes:
         name: Name of the parameter, the same in every layout.
-        kind: ``master`` (the parameter in full precision) or a moment of AdamW.
+        kind: ``master`` (the parameter in full precision), ``exp_avg`` or ``exp_avg_sq`` (the
+            moments of AdamW). Callers may add kinds of their own for state of their own.
         global_shape: Shape of the whole tensor; experts on the first axis.
         flat_start: First element of the piece.
         flat_stop: One past its last element.
@@ -24,7 +24,7 @@ class Shard:
     """
 
     name: str
-    kind: Literal["master", "exp_avg", "exp_avg_sq"]
+    kind: str
     global_shape: tuple[int, ...]
     flat_start: int
     flat_stop: int
