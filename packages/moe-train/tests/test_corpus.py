@@ -59,26 +59,29 @@ def test_folder_without_two_texts_is_refused(tmp_path, names) -> None:
         load_corpus(tmp_path, ".py")
 
 
+def runs(text: bytes, length: int) -> list[bytes]:
+    return [text[i : i + length] for i in range(len(text) - length + 1)]
+
+
 @given(train=st.binary(min_size=3, max_size=80), held_out=st.binary(min_size=3, max_size=40))
 def test_reference_losses_are_those_of_counting(train, held_out) -> None:
     corpus = Corpus(
         np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8), (1, 1), "", ""
     )
-    ones, twos = Counter(train), Counter(zip(train, train[1:], strict=False))
-    firsts, threes = Counter(train[:-1]), Counter(zip(train, train[1:], train[2:], strict=False))
-    pairs = Counter(zip(train[:-2], train[1:-1], strict=True))
+    ones, twos, threes = (Counter(runs(train, n)) for n in (1, 2, 3))
+    contexts1, contexts2 = Counter(runs(train[:-1], 1)), Counter(runs(train[:-1], 2))
 
-    def unigram(c: int) -> float:
-        return (ones[c] + 1) / (len(train) + 256)
+    def unigram(text: bytes) -> float:
+        return (ones[text] + 1) / (len(train) + 256)
 
-    def bigram(b: int, c: int) -> float:
-        return (twos[b, c] + unigram(c)) / (firsts[b] + 1)
+    def bigram(text: bytes) -> float:
+        return (twos[text] + unigram(text[1:])) / (contexts1[text[:1]] + 1)
 
-    def trigram(a: int, b: int, c: int) -> float:
-        return (threes[a, b, c] + bigram(b, c)) / (pairs[a, b] + 1)
+    def trigram(text: bytes) -> float:
+        return (threes[text] + bigram(text[1:])) / (contexts2[text[:2]] + 1)
 
-    want2 = [-math.log(bigram(*bc)) for bc in zip(held_out, held_out[1:], strict=False)]
-    want3 = [-math.log(trigram(*t)) for t in zip(held_out, held_out[1:], held_out[2:], strict=False)]
+    want2 = [-math.log(bigram(text)) for text in runs(held_out, 2)]
+    want3 = [-math.log(trigram(text)) for text in runs(held_out, 3)]
     got = reference_losses(corpus)
     assert got["bigram"] == pytest.approx(sum(want2) / len(want2), rel=1e-9)
     assert got["trigram"] == pytest.approx(sum(want3) / len(want3), rel=1e-9)

@@ -10,7 +10,7 @@ import moe_ckpt
 import numpy as np
 import pytest
 import torch
-from moe_train.__main__ import command
+from moe_train.cli import command
 from moe_train.metrics import read_metrics
 from moe_train.trainer import Trainer
 
@@ -38,7 +38,7 @@ def run(folder: Path, text: Path, *extra: str, **settings) -> int:
 
 def tensors(folder: Path, step: int) -> dict[tuple[str, str], np.ndarray]:
     checkpoint = moe_ckpt.open_checkpoint(folder / "checkpoints" / f"step-{step:08d}")
-    return {(n, k): checkpoint.read(n, k) for n, k in checkpoint.names}
+    return {(n, k): checkpoint.read(n, k) for n in checkpoint.names for k in checkpoint.kinds(n)}
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -46,9 +46,11 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(r["step"], r["loss"]) for r in records if r["kind"] == "train"]
 
 
-def damage(folder: Path, step: int) -> None:
-    manifest = folder / "checkpoints" / f"step-{step:08d}" / "manifest.json"
-    manifest.write_text(manifest.read_text()[:-20])
+def damage(folder: Path, step: int, what: str = "manifest.json") -> None:
+    [file, *_] = sorted((folder / "checkpoints" / f"step-{step:08d}").rglob(what))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -146,7 +148,7 @@ def test_other_text_is_refused_and_the_way_on_works(tmp_path, text_folder, capsy
     [
         ({"model__num_experts": 8}, "model.num_experts: 4 -> 8"),
         ({"model__dim": 32}, "model.dim: 16 -> 32"),
-        ({"train__dtype": "float64"}, "train.dtype: float32 -> float64"),
+        ({"train__dtype": "float64"}, "train.dtype: 'float32' -> 'float64'"),
         ({"data__sequence_length": 8}, "data.sequence_length: 16 -> 8"),
         ({"data__seed": 1}, "data.seed: 0 -> 1"),
     ],
@@ -168,14 +170,18 @@ def test_changes_that_are_allowed_are_said(tmp_path, text_folder, capsys) -> Non
     assert "routing.z: 0.0 -> 0.1" in said
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path, text_folder, capsys) -> None:
+@pytest.mark.parametrize("what", ["manifest.json", "c.*"])
+def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path, text_folder, capsys, what) -> None:
     run(tmp_path / "a", text_folder)
-    damage(tmp_path / "a", 6)
+    damage(tmp_path / "a", 6, what)
     capsys.readouterr()
     assert run(tmp_path / "a", text_folder) == 0
-    said = capsys.readouterr()
-    assert "found step 3" in said.out
-    assert "step-00000006" in said.out + said.err
+    said = capsys.readouterr().out
+    assert "found step 3" in said
+    assert "passed over" in said
+    assert "step-00000006" in said
+    assert run(tmp_path / "b", text_folder) == 0
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
 @pytest.mark.parametrize("lost", ["damaged", "deleted"])

@@ -1,11 +1,10 @@
 """Between a trainer and its checkpoints: what is saved, and how it comes back."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import moe_ckpt
 import torch
-from moe_ckpt import Alone, Checkpoint, Communicator
+from moe_ckpt import Alone, Communicator, Loaded
 from moe_ckpt.torch_adapter import TorchCommunicator
 from moe_parallel import Shard
 
@@ -58,19 +57,27 @@ class Checkpoints:
             overwrite=True,
         )
 
-    def load(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
-        """Take over a checkpoint. A collective call."""
+    def load(self) -> Loaded:
+        """Take over the newest checkpoint whose every byte is as it was written.
+
+        A collective call.
+
+        Returns:
+            The checkpoint's step and state, and what was passed over to find it.
+        """
         live = self.trainer.shards()
         host = [_on_host(shard) for shard in live]
-        moe_ckpt.load(self.folder.checkpoints, host, step=checkpoint.step, comm=self.comm)
-        for shard, loaded in zip(live, host, strict=True):
-            if loaded is not shard:
-                shard.data.copy_(loaded.data)
+        loaded = moe_ckpt.load(self.folder.checkpoints, host, comm=self.comm)
+        for shard, copy in zip(live, host, strict=True):
+            if copy is not shard:
+                shard.data.copy_(copy.data)
+        state = loaded.state
         self.trainer.loaded(
             steps_done=state["steps_done"],
             samples_seen=state["samples_seen"],
             step_count=state["step_count"],
         )
+        return loaded
 
 
 def portable(config: RunConfig) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Batch:
     padded: bool = False
 
     @property
-    def mask_T(self) -> Tensor | None:
+    def mask_T(self) -> Tensor | None:  # noqa: N802, a shape suffix
         """Bool, true for real tokens; None if all are."""
         return (self.targets_BS != IGNORED).flatten() if self.padded else None
 

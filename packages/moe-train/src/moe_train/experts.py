@@ -107,9 +107,7 @@ class MoE(nn.Module):
 
     def _experts(self, x_TD: Tensor, routing: Routing) -> Tensor:
         if isinstance(self.dispatcher, LocalDispatcher):
-            return expert_mlp(
-                x_TD, self.gate_up, self.down, routing.weight_TK, routing.expert_TK
-            )
+            return expert_mlp(x_TD, self.gate_up, self.down, routing.weight_TK, routing.expert_TK)
         sent = self.dispatcher.dispatch(x_TD, routing)
         y_RD = grouped_mlp(sent.x_RD, self.gate_up, self.down, sent.offsets_e1)
         return self.dispatcher.combine(y_RD, sent)

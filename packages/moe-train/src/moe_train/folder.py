@@ -60,7 +60,7 @@ class RunFolder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise RunError(
-                    f"another process is running in {self.root}; wait for it, end it, or set run_dir"
+                    f"another process is running in {self.root}; wait for it, or set run_dir"
                 ) from error
             yield
 

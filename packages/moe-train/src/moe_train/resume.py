@@ -8,7 +8,7 @@ checkpoint says, so it has to be asked for. Everything else is allowed and said.
 from collections.abc import Mapping
 from typing import Any
 
-from moe_ckpt import Checkpoint, find_latest, open_checkpoint
+from moe_ckpt import find_latest, open_checkpoint
 
 from moe_train.checkpoints import portable
 from moe_train.config import RunConfig
@@ -22,15 +22,15 @@ _TEXT = ("data.sequence_length:", "data.seed:", "data.path:", "data.suffix:")
 _SILENT = ("data.allow_changed:",)
 
 
-def find_state(folder: RunFolder) -> tuple[Checkpoint, dict[str, Any]] | None:
-    """Return the latest valid checkpoint and its state, or None if the run has none yet.
+def find_state(folder: RunFolder) -> dict[str, Any] | None:
+    """Return the state of the newest checkpoint, or None if the run has none yet.
 
     Raises:
         RunError: If checkpoints were saved here and none is usable.
     """
     found = find_latest(folder.checkpoints) if folder.checkpoints.is_dir() else None
     if found is not None:
-        return found, dict(open_checkpoint(found.path).state)
+        return dict(open_checkpoint(found.path).state)
     saved = folder.saved_steps()
     left = sorted(path.name for path in folder.checkpoints.glob("step-*"))
     if not saved and not left:
@@ -42,9 +42,7 @@ def find_state(folder: RunFolder) -> tuple[Checkpoint, dict[str, Any]] | None:
     )
 
 
-def check_continuation(
-    state: Mapping[str, Any], config: RunConfig, corpus: Corpus
-) -> list[str]:
+def check_continuation(state: Mapping[str, Any], config: RunConfig, corpus: Corpus) -> list[str]:
     """Return one line for each setting that differs from the checkpoint's.
 
     Raises:

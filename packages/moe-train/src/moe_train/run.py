@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from moe_ckpt import Checkpoint
 from moe_parallel import Mesh, MeshPlan, check_same, plan_mesh
 
 from moe_train.checkpoints import Checkpoints
@@ -45,8 +44,7 @@ class Prepared:
         train: Sequences to train on.
         held_out: Sequences to validate on.
         folder: The run's folder.
-        found: The checkpoint to continue from.
-        state: Its state.
+        state: State of the checkpoint to continue from, or None at the beginning.
         changes: Settings that differ from the checkpoint's, one line each.
     """
 
@@ -55,7 +53,6 @@ class Prepared:
     train: Sequences
     held_out: Sequences
     folder: RunFolder
-    found: Checkpoint | None
     state: dict[str, Any] | None
     changes: list[str]
 
@@ -82,10 +79,9 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
     train = Sequences(corpus.train, config.data.sequence_length)
     held_out = Sequences(corpus.held_out, config.data.sequence_length)
     folder = RunFolder(config.run_dir)
-    found = find_state(folder)
-    changes = check_continuation(found[1], config, corpus) if found else []
-    checkpoint, state = found or (None, None)
-    return Prepared(plan, corpus, train, held_out, folder, checkpoint, state, changes)
+    state = find_state(folder)
+    changes = [] if state is None else check_continuation(state, config, corpus)
+    return Prepared(plan, corpus, train, held_out, folder, state, changes)
 
 
 def run(config: RunConfig, info: RankInfo) -> None:
@@ -111,31 +107,40 @@ class Job:
 
     def __init__(self, config: RunConfig, prepared: Prepared, trainer: Trainer):
         self.config, self.prepared, self.trainer = config, prepared, trainer
-        self.folder, state = prepared.folder, prepared.state
+        self.folder = prepared.folder
         self.leads = trainer.mesh.rank == 0
-        self.target = target_step(state, config.train.steps)
-        self.seconds = state["seconds"] if state else 0.0
-        self.tokens = state["tokens"] if state else 0
+        self.seconds, self.tokens = 0.0, 0
         self.checkpoints = Checkpoints(self.folder, trainer, prepared.corpus)
+        self.skipped: list[str] = []
         self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=trainer.device)
 
     def go(self) -> None:
         """Train to the end, or until somebody asks to stop; then leave everything on disk."""
-        if self.prepared.found is not None and self.prepared.state is not None:
-            self.checkpoints.load(self.prepared.found, self.prepared.state)
+        self.target = self._continue()
         first = self.trainer.steps_done
-        with StopRequest().listening() as stop, Console(
-            self.target, first, enabled=self.leads
-        ) as self.console:
+        log = MetricsLog(self.folder.metrics) if self.leads else nullcontext()
+        with (
+            StopRequest().listening() as stop,
+            Console(self.target, first, enabled=self.leads) as self.console,
+            log as self.log,
+        ):
             self._introduce()
-            self.log = MetricsLog(self.folder.metrics) if self.leads else None
             if self.log is not None:
+                world = self.trainer.mesh.plan.world_size
                 self.log.truncate_after(first)
-                self.log.write(
-                    {"kind": "run", "step": first, "world_size": self.trainer.mesh.plan.world_size}
-                )
+                self.log.write({"kind": "run", "step": first, "world_size": world})
             stopped = self._train(stop)
             self._finish(stopped, stop)
+
+    def _continue(self) -> int:
+        """Take over the newest checkpoint that is whole. Returns the step to train to."""
+        steps = self.config.train.steps
+        if self.prepared.state is None:
+            return target_step(None, steps)
+        loaded = self.checkpoints.load()
+        self.seconds, self.tokens = loaded.state["seconds"], loaded.state["tokens"]
+        self.skipped = [f"{s.path}: {s.reason}" for s in loaded.skipped]
+        return target_step(loaded.state, steps)
 
     def _train(self, stop: StopRequest) -> bool:
         """Take steps to the target. Returns whether somebody stopped it before."""
@@ -230,6 +235,8 @@ class Job:
             done = self.trainer.steps_done
             where = f"found step {done} in {c.run_dir}: continuing to step {self.target}"
         say(f"{parameters:,} parameters; {where}")
+        for damaged in self.skipped:
+            say(f"passed over {damaged}")
         for change in p.changes:
             say(f"changed since that checkpoint: {change}")
         self.folder.write_text("config.toml", to_toml(c))
@@ -243,8 +250,8 @@ class Job:
             if self.leads:
                 name = stop.signal.name if stop.signal else "a signal to another rank"
                 report = write_report(self.folder.root)
-                say(f"stopped by {name} after step {step} of {self.target}; saved. Report: {report}")
-                say("run the same command again to go on")
+                say(f"stopped by {name} after step {step} of {self.target}; saved")
+                say(f"run the same command again to go on; report: {report}")
             return
         loss = self._evaluate()
         length = self.config.train.sample_bytes
@@ -259,10 +266,10 @@ class Job:
         report = write_report(self.folder.root)
         if sample:
             say(f"a sample:\n{sample}")
-        say(f"validation loss {loss:.4f} nats a byte after {step} steps; saved in {self.folder.root}")
+        say(f"validation loss {loss:.4f} nats a byte after {step} steps")
+        say(f"checkpoints: {self.folder.checkpoints}")
         say(f"report: {report}")
 
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-

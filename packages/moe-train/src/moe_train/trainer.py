@@ -109,14 +109,13 @@ class Trainer:
         micros = batch.split(self.config.train.microbatch_size)
         tokens = self._all_reduce(torch.tensor(float(batch.num_tokens), dtype=torch.float64))
         scale, routing = 1 / float(tokens), self.config.routing
-        total = None
+        total = self.bias_LE.new_zeros(())
         for micro in micros:
             sums = self.model.sums(micro, self.bias_LE)
             loss = sums.cross_entropy + routing.balance * sums.balance + routing.z * sums.z
             (loss * scale).backward()
             self.optimizer.accumulate()
-            packed = _pack(sums)
-            total = packed if total is None else total + packed
+            total = total + _pack(sums)
         stats = self.optimizer.step(self.learning_rate(self.steps_done))
         result, count_LE = self._unpack(self._all_reduce(total), scale)
         if routing.bias_rate:

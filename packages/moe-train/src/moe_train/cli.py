@@ -1,0 +1,73 @@
+"""Command line: ``moe-train run``, ``moe-train report``. Errors are one line each."""
+
+import os
+import sys
+from pathlib import Path
+
+from moe_ckpt import CheckpointError
+from moe_parallel import MeshError, MismatchError
+
+from moe_train.config import RunConfig
+from moe_train.corpus import CorpusError
+from moe_train.errors import RunError
+from moe_train.launch import launch
+from moe_train.load_config import ConfigError, load_config
+from moe_train.ranks import rank_info
+from moe_train.report import write_report
+from moe_train.run import prepare, run
+
+USAGE = """usage: moe-train COMMAND [OPTIONS]
+
+commands:
+  run              train, or go on training; `moe-train run --help` lists every option
+  report FOLDER    write FOLDER/report.html again from what the run has recorded
+
+exit codes: 0 done, or stopped and saved; 1 failed; 2 refused before any work; 130 interrupted"""
+
+_REFUSED = (ConfigError, CorpusError, MeshError, RunError)
+_FAILED = (CheckpointError, MismatchError, OSError)
+
+
+def command(argv: list[str]) -> int:
+    """Run a command and return its exit code."""
+    name, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    if name in ("-h", "--help"):
+        print(USAGE)  # noqa: T201
+        return 0
+    try:
+        if name == "run":
+            return _run(rest)
+        if name == "report":
+            return _report(rest)
+        raise ConfigError(f"unknown command {name!r}; there are run and report")
+    except (*_REFUSED, *_FAILED) as error:
+        _complain(error)
+        return 2 if isinstance(error, _REFUSED) else 1
+    except KeyboardInterrupt:
+        print("moe-train: interrupted; the last committed checkpoint stands", file=sys.stderr)  # noqa: T201
+        return 130
+
+
+def _run(argv: list[str]) -> int:
+    config = load_config(RunConfig, argv, prog="moe-train run", description=__doc__)
+    if config.nproc > 1 and "RANK" not in os.environ:
+        prepare(config, config.nproc)  # a refusal is said once, before any rank starts
+        return launch(argv, config.nproc)
+    run(config, rank_info())
+    return 0
+
+
+def _report(argv: list[str]) -> int:
+    if len(argv) != 1:
+        raise ConfigError(f"report takes one folder, got {len(argv)} arguments")
+    print(write_report(Path(argv[0])))  # noqa: T201
+    return 0
+
+
+def _complain(error: BaseException) -> None:
+    """Print an error as one line. Ranks agree on a checkpoint's failure, so one of them tells."""
+    rank = rank_info().rank
+    if rank and isinstance(error, CheckpointError):
+        return
+    where = f"rank {rank}: " if rank else ""
+    print(f"moe-train: {where}{' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201
