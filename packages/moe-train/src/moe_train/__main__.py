@@ -7,7 +7,7 @@ import sys
 # two cores that other programs use too a training step then takes ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from moe_train.cli import command  # noqa: E402
+from moe_train.cli import command
 
 
 def main() -> None:
