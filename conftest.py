@@ -14,13 +14,15 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # dev: quick, random, remembers failures. ci: the same cases on every run, so that a red build
-# is red because of the change. nightly: random again, and many. None of them measures time: on
-# a shared machine that finds neighbours, not bugs. Programs that hang are the pool's business.
+# is red because of the change. smoke: the same, few. nightly: random again, and many. None of
+# them measures time: on a shared machine that finds neighbours, not bugs. Programs that hang are
+# the pool's business.
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("dev", patient, max_examples=25)
 settings.register_profile(
     "ci", patient, max_examples=50, derandomize=True, database=None, print_blob=True
 )
+settings.register_profile("smoke", patient, max_examples=5, derandomize=True, database=None)
 settings.register_profile("nightly", patient, max_examples=2000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "dev"))
 

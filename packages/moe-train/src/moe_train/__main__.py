@@ -3,9 +3,10 @@
 import os
 import sys
 
-# libgomp reads this once, when torch loads it. Its threads otherwise spin while they wait, and on
-# two cores that other programs use too a training step then takes ten times as long.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# libgomp reads this once, when torch loads it. With `train.threads` above 1 its threads would spin
+# for milliseconds between two small products; where other programs want the cores too, a step then
+# takes several times as long. See docs/design/2026-11-30-threads.md.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from moe_train.cli import command
 

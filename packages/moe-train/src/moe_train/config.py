@@ -191,11 +191,12 @@ class TrainConfig:
         seed: Decides the initial weights.
         dtype: Of parameters and activations. The router is never narrower than float32.
         recompute: Keep only the inputs of each block and compute the block again in backward.
-        threads: Threads of one rank on the CPU; 0 for an equal share of the cores.
+        threads: Threads of one rank on the CPU; 0 for an equal share of the cores. A small model
+            uses several cores better through several ranks.
         device: ``auto`` takes a GPU if there is one.
     """
 
-    steps: int = 800
+    steps: int = 600
     batch_size: int = 4
     microbatch_size: int = 0
     eval_every: int = 200
@@ -207,7 +208,7 @@ class TrainConfig:
     seed: int = 0
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     recompute: bool = False
-    threads: int = 0
+    threads: int = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
     def __post_init__(self) -> None:
