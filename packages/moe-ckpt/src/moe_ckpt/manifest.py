@@ -86,7 +86,7 @@ def small_files(
         "state": {"bytes": len(state), "sha256": sha256(state)},
         "step": step,
         "version": list(VERSION),
-        "writer": f"moe-ckpt {importlib.metadata.version('moe-ckpt')}",
+        "writer": f"moe-ckpt {_own_version()}",
     }
     data = to_json(manifest)
     # As sha256sum writes it, so that it can also check it.
@@ -162,6 +162,13 @@ def _read(path: Path) -> bytes:
 
 def _corrupt(path: Path, what: str) -> CorruptFileError:
     return CorruptFileError(f"{path} {what}", file=str(path))
+
+
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("moe-ckpt")
+    except importlib.metadata.PackageNotFoundError:
+        return "from a source tree"  # on PYTHONPATH, not installed
 
 
 def _check_version(path: Path, fields: dict[str, Any]) -> None:

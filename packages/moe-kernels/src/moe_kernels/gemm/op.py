@@ -5,9 +5,10 @@ from torch import Tensor
 
 from moe_kernels.backend import runs_kernel
 from moe_kernels.gemm.reference import grouped_mm_dw_reference, grouped_mm_reference
+from moe_kernels.operator import operator
 
 
-@torch.library.custom_op("moe_kernels::grouped_mm", mutates_args=())
+@operator("grouped_mm")
 def grouped_mm(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) -> Tensor:
     """Run the Triton kernel on CUDA and the reference elsewhere."""
     if runs_kernel(x_ND):
@@ -17,7 +18,7 @@ def grouped_mm(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) -> Tensor:
     return grouped_mm_reference(x_ND, w_EFD, offsets_E1)
 
 
-@torch.library.custom_op("moe_kernels::grouped_mm_dw", mutates_args=())
+@operator("grouped_mm_dw")
 def grouped_mm_dw(x_ND: Tensor, dy_NF: Tensor, offsets_E1: Tensor) -> Tensor:
     """Run the Triton kernel on CUDA and the reference elsewhere."""
     if runs_kernel(x_ND):
@@ -27,13 +28,13 @@ def grouped_mm_dw(x_ND: Tensor, dy_NF: Tensor, offsets_E1: Tensor) -> Tensor:
     return grouped_mm_dw_reference(x_ND, dy_NF, offsets_E1)
 
 
-@grouped_mm.register_fake
+@torch.library.register_fake("moe_kernels::grouped_mm")
 def _(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) -> Tensor:
     del offsets_E1
     return x_ND.new_empty(x_ND.shape[0], w_EFD.shape[1])
 
 
-@grouped_mm_dw.register_fake
+@torch.library.register_fake("moe_kernels::grouped_mm_dw")
 def _(x_ND: Tensor, dy_NF: Tensor, offsets_E1: Tensor) -> Tensor:
     return x_ND.new_empty(offsets_E1.shape[0] - 1, dy_NF.shape[1], x_ND.shape[1])
 
@@ -57,5 +58,7 @@ def _backward_of_dw(ctx, ddw_EFD: Tensor) -> tuple[Tensor | None, Tensor | None,
     return dx_ND, ddy_NF, None
 
 
-grouped_mm.register_autograd(_backward, setup_context=_save_inputs)
-grouped_mm_dw.register_autograd(_backward_of_dw, setup_context=_save_inputs)
+torch.library.register_autograd("moe_kernels::grouped_mm", _backward, setup_context=_save_inputs)
+torch.library.register_autograd(
+    "moe_kernels::grouped_mm_dw", _backward_of_dw, setup_context=_save_inputs
+)

@@ -19,6 +19,7 @@ from moe_kernels.mlp.loop import (
     grouped_mlp_loop,
     grouped_mlp_loop_backward,
 )
+from moe_kernels.operator import operator
 
 
 def _loops(x: Tensor) -> bool:
@@ -26,7 +27,7 @@ def _loops(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
 
 
-@torch.library.custom_op("moe_kernels::grouped_mlp", mutates_args=())
+@operator("grouped_mlp")
 def grouped_mlp(
     x_RD: Tensor, w_gate_up_EGD: Tensor, w_down_EDF: Tensor, offsets_E1: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -35,7 +36,7 @@ def grouped_mlp(
     return run(x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1)
 
 
-@torch.library.custom_op("moe_kernels::grouped_mlp_backward", mutates_args=())
+@operator("grouped_mlp_backward")
 def grouped_mlp_backward(
     dy_RD: Tensor,
     x_RD: Tensor,
@@ -49,7 +50,7 @@ def grouped_mlp_backward(
     return run(dy_RD, x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1, h_RG)[:3]
 
 
-@torch.library.custom_op("moe_kernels::expert_mlp", mutates_args=())
+@operator("expert_mlp")
 def expert_mlp(
     x_TD: Tensor,
     w_gate_up_EGD: Tensor,
@@ -66,7 +67,7 @@ def expert_mlp(
     )
 
 
-@torch.library.custom_op("moe_kernels::expert_mlp_backward", mutates_args=())
+@operator("expert_mlp_backward")
 def expert_mlp_backward(
     dy_TD: Tensor,
     x_TD: Tensor,
@@ -93,27 +94,27 @@ def expert_mlp_backward(
     )
 
 
-@grouped_mlp.register_fake
+@torch.library.register_fake("moe_kernels::grouped_mlp")
 def _(x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1):
     del w_down_EDF, offsets_E1
     h_RG = x_RD.new_empty(x_RD.shape[0], w_gate_up_EGD.shape[1])
     return x_RD.new_empty(x_RD.shape), h_RG
 
 
-@grouped_mlp_backward.register_fake
+@torch.library.register_fake("moe_kernels::grouped_mlp_backward")
 def _(dy_RD, x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1, h_RG):
     del dy_RD, offsets_E1, h_RG
     return tuple(t.new_empty(t.shape) for t in (x_RD, w_gate_up_EGD, w_down_EDF))
 
 
-@expert_mlp.register_fake
+@torch.library.register_fake("moe_kernels::expert_mlp")
 def _(x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, offsets_E1, slot_of_row_N, row_of_slot_TK):
     del w_down_EDF, weight_TK, offsets_E1, row_of_slot_TK
     h_MG = x_TD.new_empty(slot_of_row_N.shape[0] + 1, w_gate_up_EGD.shape[1])
     return x_TD.new_empty(x_TD.shape), h_MG
 
 
-@expert_mlp_backward.register_fake
+@torch.library.register_fake("moe_kernels::expert_mlp_backward")
 def _(
     dy_TD,
     x_TD,
@@ -148,5 +149,9 @@ def _expert_mlp_autograd(ctx, dy_TD: Tensor | None, _: None) -> tuple[Tensor | N
     return *expert_mlp_backward(dy_TD, *ctx.saved_tensors), None, None, None
 
 
-grouped_mlp.register_autograd(_grouped_mlp_autograd, setup_context=_save)
-expert_mlp.register_autograd(_expert_mlp_autograd, setup_context=_save)
+torch.library.register_autograd(
+    "moe_kernels::grouped_mlp", _grouped_mlp_autograd, setup_context=_save
+)
+torch.library.register_autograd(
+    "moe_kernels::expert_mlp", _expert_mlp_autograd, setup_context=_save
+)
