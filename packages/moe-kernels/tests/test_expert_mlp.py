@@ -4,6 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from moe_kernels import Routing, expert_mlp, group_rows, route
 from moe_kernels.mlp.reference import expert_mlp_reference, ffn_reference
+from moe_kernels.mlp.rows import combine
+from moe_kernels.mlp.swiglu import swiglu, swiglu_grad
 from moe_kernels.testing import randn, routings, seeds
 
 # Error of outputs and gradients of unit scale, beside the float64 reference.
@@ -155,6 +157,24 @@ def test_what_is_saved_for_backward_has_no_gathered_rows_and_no_activation() -> 
     routing_shapes = [(T, K), (E + 1,), (T * K,), (T, K)]
     inputs = [(T, D), (E, 2 * F, D), (E, D, F)]
     assert sorted(saved) == sorted([*inputs, pre_activation, *routing_shapes])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_activation_of_half_precision_is_that_of_its_float32_value(dtype) -> None:
+    h_NG, dact_NF = randn(9, 8, seed=0, dtype=dtype), randn(9, 4, seed=1, dtype=dtype)
+    weight_N = randn(9, seed=2)
+    assert torch.equal(swiglu(h_NG), swiglu(h_NG.float()))
+    got = swiglu_grad(h_NG, dact_NF, weight_N)
+    want = swiglu_grad(h_NG.float(), dact_NF.float(), weight_N)
+    assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("weight_TK", [None, torch.ones(1, 3)], ids=["backward", "forward"])
+def test_bfloat16_rows_of_a_token_are_summed_in_float32(weight_TK) -> None:
+    y_MD = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)  # 256 + 1 rounds to 256
+    y_TD = combine(y_MD, torch.tensor([[0, 1, 2]]), weight_TK, torch.float32)
+    assert y_TD.item() == 258.0
+    assert y_TD.dtype == torch.bfloat16
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # opcheck reads it off its own views

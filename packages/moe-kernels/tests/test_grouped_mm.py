@@ -72,6 +72,23 @@ def test_weight_gradient_kernel_agrees_with_dense_products(problem, tile, seed) 
     assert_near(grouped_mm_dw(x_ND, dy_NF, offsets_E1), want)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter alone has an order to turn round")
+@given(grouped_problems(dtypes=(torch.float32,), max_rows=60, max_width=20))
+@settings(max_examples=10)
+def test_programs_can_run_in_any_order(problem: GroupedProblem) -> None:
+    # In order, a program that writes a row of the next expert is overwritten by the right one.
+    interpreter = pytest.importorskip("triton.runtime.interpreter").interpreter_builder
+    set_grid_idx = interpreter.set_grid_idx
+
+    def set_last_first(x: int, y: int, z: int) -> None:
+        set_grid_idx(interpreter.grid_dim[0] - 1 - x, y, z)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "set_grid_idx", set_last_first)
+        got = grouped_mm_triton(*problem, TILES[0])
+    assert_near(got, dense_forward(*problem))
+
+
 @pytest.mark.parametrize("num_experts", [1, 2, 3])
 @pytest.mark.parametrize("kernel", [False, True], ids=["op", "kernel"])
 def test_any_strides_give_the_same_product(num_experts: int, kernel: bool) -> None:
