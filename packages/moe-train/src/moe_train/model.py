@@ -1,16 +1,4 @@
-"""The transformer: blocks of attention and experts around one residual stream.
-
-====  =======================================================
-B     sequences of one microbatch
-S     tokens of one sequence
-T     tokens of one microbatch, B * S
-V     vocabulary
-D     width of the residual stream
-C     width of one attention head
-L     blocks
-E, K  experts, experts of each token
-====  =======================================================
-"""
+"""The transformer: blocks of attention and experts around one residual stream."""
 
 from typing import NamedTuple
 
