@@ -1,4 +1,5 @@
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -41,6 +42,18 @@ def test_exactly_the_legal_layouts_are_accepted(world, pp, ep, experts, layers, 
                 assert is_legal(world, value, 1, experts, layers, domain)
             elif world % pp == 0:
                 assert is_legal(world, pp, value, experts, max(layers, pp), domain)
+
+
+@pytest.mark.parametrize("domain", [1, 4, 8, 72])
+@pytest.mark.parametrize("experts", [6, 8, 72])
+@pytest.mark.parametrize("world", [4, 12, 16, 24, 144])
+def test_of_ep_that_divides_the_ranks_exactly_the_legal_are_accepted(world, experts, domain):
+    # Numbers drawn freely break several rules at once, so one that is missing would not show.
+    for ep in (d for d in range(1, world + 1) if world % d == 0):
+        legal = is_legal(world, 1, ep, experts, 1, domain)
+        context = nullcontext() if legal else pytest.raises(MeshError, match=f"ep={ep}")
+        with context:
+            plan_mesh(world, ep=ep, num_experts=experts, nvlink_domain=domain)
 
 
 @st.composite
