@@ -38,7 +38,7 @@ class ModelConfig:
 
     vocab_size: int = 256
     dim: int = 128
-    num_layers: int = 4
+    num_layers: int = 3
     num_heads: int = 4
     num_kv_heads: int = 2
     num_experts: int = 8
@@ -109,7 +109,7 @@ class DataConfig:
 
     path: Path | None = None
     suffix: str = ".py"
-    sequence_length: int = 256
+    sequence_length: int = 128
     seed: int = 0
     allow_changed: bool = False
 
@@ -196,12 +196,12 @@ class TrainConfig:
         device: ``auto`` takes a GPU if there is one.
     """
 
-    steps: int = 600
-    batch_size: int = 4
+    steps: int = 700
+    batch_size: int = 8
     microbatch_size: int = 0
-    eval_every: int = 200
-    eval_sequences: int = 128
-    save_every: int = 200
+    eval_every: int = 175
+    eval_sequences: int = 256
+    save_every: int = 175
     keep: int = 2
     log_every: int = 5
     sample_bytes: int = 300

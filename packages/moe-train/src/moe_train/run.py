@@ -91,7 +91,8 @@ def run(config: RunConfig, info: RankInfo) -> None:
     with prepared.folder.locked() if info.rank == 0 else nullcontext():
         join(info, device)
         mesh = Mesh.create(prepared.plan)
-        check_same(f"{config} {prepared.corpus.digest}", "the configuration or the text", mesh)
+        found = prepared.state and prepared.state["steps_done"]
+        check_same(f"{config}, text {prepared.corpus.digest}, step {found}", "the start", mesh)
         trainer = Trainer(config, mesh, device, prepared.train, prepared.held_out)
         Job(config, prepared, trainer).go()
 
@@ -157,12 +158,12 @@ class Job:
             if step % c.log_every == 0 or ends or _due(step, c.save_every):
                 self._log(result, rate, time.monotonic() - since, steps)
                 since, steps = time.monotonic(), 0
+            paused = time.monotonic()
             if not ends and _due(step, c.eval_every):
                 self._evaluate()
             if ends or _due(step, c.save_every):
                 self._save()
-            if _due(step, c.eval_every) or _due(step, c.save_every):
-                since = time.monotonic()
+            since += time.monotonic() - paused
             if stopped:
                 return True
         return False
