@@ -12,7 +12,7 @@ import pytest
 from moe_ckpt import find_latest, open_checkpoint, verify
 from moe_train.metrics import read_metrics
 
-KILLS = int(os.environ.get("MOE_TEST_KILLS", "4"))
+KILLS = int(os.environ.get("MOE_TEST_KILLS", "3"))
 
 
 def run(*arguments: str, **settings: object) -> str:
@@ -60,6 +60,16 @@ def wait_for_step(folder: Path, step: int, timeout: float = 120) -> None:
         time.sleep(0.02)
 
 
+def children(pid: int) -> list[int]:
+    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def kill_all(pid: int) -> None:
+    """Kill a run and its ranks at once, as a machine that loses power does."""
+    for process in [*children(pid), pid]:
+        os.kill(process, signal.SIGKILL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_signal_saves_and_ends_the_run(tmp_path: Path, number, ranks) -> None:
@@ -74,15 +84,18 @@ def test_a_signal_saves_and_ends_the_run(tmp_path: Path, number, ranks) -> None:
     assert find_latest(tmp_path / "checkpoints").step == len(cli_run.losses(tmp_path)) >= 3
 
 
-def test_killing_a_run_at_any_moment_loses_no_committed_checkpoint(tmp_path: Path) -> None:
-    moments = random.Random(0)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killing_a_run_at_any_moment_loses_no_committed_checkpoint(tmp_path: Path, ranks) -> None:
+    moments = random.Random(ranks)
     committed = 0
+    settings = {"train__steps": 100_000, "train__save_every": 5}
+    words = ["--nproc", str(ranks), "--mesh.ep", str(ranks)]
     for _ in range(KILLS):
-        arguments = cli_run.command(tmp_path, train__steps=100_000, train__save_every=5)
+        arguments = cli_run.command(tmp_path, *words, **settings)
         process = cli_run.start(arguments)
         wait_for_step(tmp_path, committed + 1 + moments.randrange(12))
         time.sleep(moments.random() * 0.2)
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_all(process.pid)
         cli_run.finish(process)
         found = find_latest(tmp_path / "checkpoints")
         if found is None:
@@ -94,7 +107,7 @@ def test_killing_a_run_at_any_moment_loses_no_committed_checkpoint(tmp_path: Pat
     assert committed > 0
     introduced = tmp_path / "environment.json"
     introduced.unlink()
-    process = cli_run.start(cli_run.command(tmp_path, train__steps=100_000, train__save_every=5))
+    process = cli_run.start(cli_run.command(tmp_path, *words, **settings))
     while not introduced.exists():
         assert process.poll() is None
         time.sleep(0.02)
@@ -104,16 +117,15 @@ def test_killing_a_run_at_any_moment_loses_no_committed_checkpoint(tmp_path: Pat
     assert f"found step {committed}" in out
     disturbed = cli_run.losses(tmp_path)
     assert len(disturbed) > committed
-    run(tmp_path / "undisturbed", train__steps=len(disturbed))
+    run(tmp_path / "undisturbed", *words, train__steps=len(disturbed))
     assert disturbed == cli_run.losses(tmp_path / "undisturbed")
 
 
 def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path) -> None:
     process = cli_run.start(cli_run.command(tmp_path, "--nproc", "2", train__steps=100_000))
     wait_for_step(tmp_path, 2)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     ranks = {}
-    for child in children:
+    for child in children(process.pid):
         pairs = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
         ranks[dict(p.split(b"=", 1) for p in pairs if b"=" in p).get(b"RANK")] = int(child)
     os.kill(ranks[b"1"], signal.SIGKILL)
@@ -128,3 +140,34 @@ def test_refusals_are_said_once_for_all_ranks(tmp_path: Path) -> None:
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert "ep=3" in err
+
+
+FAULTY = """
+import os, sys
+from moe_train.cli import command
+from moe_train.trainer import Trainer
+original = Trainer.step
+def step(trainer):
+    if os.environ["RANK"] == "1" and trainer.steps_done == 2:
+        raise {error}
+    return original(trainer)
+Trainer.step = step
+sys.exit(command(["run", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize("error", ["OSError(5, 'the disk of rank 1')", "KeyError('expert 3')"])
+def test_an_error_on_one_rank_ends_all_and_is_shown(tmp_path: Path, error: str) -> None:
+    script = tmp_path / "faulty.py"
+    script.write_text(FAULTY.format(error=error))
+    starter = (
+        "import sys; from moe_train.launch import launch; "
+        f"sys.exit(launch(sys.argv[1:], 2, command=[sys.executable, {str(script)!r}]))"
+    )
+    words = cli_run.command(tmp_path / "a", "--mesh.ep", "2", train__steps=100_000)[4:]
+    begin = time.monotonic()
+    code, _, err = cli_run.finish(cli_run.start([sys.executable, "-c", starter, *words]))
+    assert code == 1
+    assert time.monotonic() - begin < 60
+    assert error.split("'")[1] in err
+    assert err.count("Traceback") == (0 if error.startswith("OSError") else 1), err

@@ -13,7 +13,7 @@ CONFIG = RunConfig(
     model=ModelConfig(
         dim=16, num_layers=2, num_heads=2, num_kv_heads=1, num_experts=4, expert_dim=8
     ),
-    routing=RoutingConfig(bias_rate=0.1),
+    routing=RoutingConfig(bias=True),
     data=DataConfig(sequence_length=16),
     train=TrainConfig(batch_size=4, dtype="float64", device="cpu", threads=1),
 )
@@ -25,8 +25,9 @@ def load(group: dist.ProcessGroup, ep: int) -> tuple[torch.Tensor, int, int]:
     text = Sequences(np.arange(200, dtype=np.uint8), 16)
     trainer = Trainer(CONFIG, mesh, torch.device("cpu"), text, text)
     for shard in trainer.shards():
-        if shard.name == "router_bias":
-            shard.data.copy_(torch.arange(shard.flat_start, shard.flat_stop))
+        if shard.name.endswith("router_bias"):
+            layer = int(shard.name.split(".")[1])
+            shard.data.copy_(torch.arange(4) + 4 * layer)
     trainer.loaded(steps_done=3, samples_seen=12, step_count=2)
     return trainer.bias_LE, trainer.steps_done, trainer.samples_seen
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from moe_train.metrics import MetricsLog, read_metrics
+from moe_train.metrics import MetricsError, MetricsLog, read_metrics
 
 numbers = st.floats() | st.integers() | st.booleans()
 records = st.fixed_dictionaries(
@@ -102,7 +102,7 @@ def test_a_broken_line_in_the_middle_is_named(path: Path) -> None:
     path.parent.mkdir()
     for line in ('{"kind": "eval"', "[1]", '{"kind": "eval"}', "\0\0", ""):
         path.write_text('{"kind": "run", "step": 0}\n' + line + "\n")
-        with pytest.raises(ValueError, match=r"metrics\.jsonl:2 is not a metrics record"):
+        with pytest.raises(MetricsError, match=r"metrics\.jsonl:2 is not a metrics record"):
             read_metrics(path)
 
 

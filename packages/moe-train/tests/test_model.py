@@ -92,7 +92,7 @@ def plain_moe(layer, x_SD, config):
 
 def plain_logits(model, tokens_S, config):
     x = model.embedding[tokens_S]
-    for block in model.layers:
+    for block in model.layers.values():
         x = x + plain_attention(block.attention, plain_norm(x, block.attention_norm), config)
         x = x + plain_moe(block.moe, plain_norm(x, block.moe_norm), config)
     return plain_norm(x, model.norm) @ model.head.T
@@ -136,7 +136,7 @@ def test_initial_experts_do_not_depend_on_which_rank_holds_them() -> None:
 
 
 def sums_and_gradients(model, batch):
-    sums = model.sums(batch, bias_of(dtype=model.layers[0].moe.router.dtype))
+    sums = model.sums(batch, bias_of(dtype=model.layers["0"].moe.router.dtype))
     (sums.cross_entropy + 0.1 * sums.balance + 0.01 * sums.z).backward()
     return sums, [p.grad for p in model.parameters()]
 

@@ -19,7 +19,7 @@ SIZES = {
     "model.num-experts": 4, "model.expert-dim": 8, "model.shared-dim": 8, "train.steps": 6,
     "train.batch-size": 4, "train.eval-sequences": 8, "train.sample-bytes": 4,
     "train.save-every": 3, "train.eval-every": 2, "train.log-every": 1, "train.threads": 1,
-    "train.device": "cpu", "data.sequence-length": 16, "routing.bias-rate": 0.001,
+    "train.keep": 9, "train.device": "cpu", "data.sequence-length": 16, "routing.bias": True,
 }  # fmt: skip
 
 
@@ -53,11 +53,17 @@ def damage(folder: Path, step: int, what: str = "manifest.json") -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_two_runs_are_one_longer_run_bit_for_bit(tmp_path, text_folder, capsys, dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "length"),
+    [("float32", 16), ("float64", 16), ("float32", 400)],  # the last: 23 sequences an epoch
+)
+def test_two_runs_are_one_longer_run_bit_for_bit(
+    tmp_path, text_folder, capsys, dtype, length
+) -> None:
+    settings = {"train__dtype": dtype, "data__sequence-length": length}
     for _ in range(2):
-        assert run(tmp_path / "a", text_folder, train__dtype=dtype) == 0
-    assert run(tmp_path / "b", text_folder, train__dtype=dtype, train__steps=12) == 0
+        assert run(tmp_path / "a", text_folder, **settings) == 0
+    assert run(tmp_path / "b", text_folder, train__steps=12, **settings) == 0
     said = capsys.readouterr().out
     assert "found step 6" in said
     assert "continuing to step 12" in said
@@ -65,7 +71,7 @@ def test_two_runs_are_one_longer_run_bit_for_bit(tmp_path, text_folder, capsys, 
     a, b = tensors(tmp_path / "a", 12), tensors(tmp_path / "b", 12)
     assert a.keys() == b.keys()
     assert all(a[key].tobytes() == b[key].tobytes() for key in a)
-    assert np.abs(a["router_bias", "buffer"]).max() > 0
+    assert np.abs(a["layers.1.moe.router_bias", "buffer"]).max() > 0
 
 
 def test_a_run_leaves_everything_that_it_promises(tmp_path, text_folder, capsys) -> None:
@@ -151,6 +157,7 @@ def test_other_text_is_refused_and_the_way_on_works(tmp_path, text_folder, capsy
         ({"train__dtype": "float64"}, "train.dtype: 'float32' -> 'float64'"),
         ({"data__sequence_length": 8}, "data.sequence_length: 16 -> 8"),
         ({"data__seed": 1}, "data.seed: 0 -> 1"),
+        ({"routing__bias": False}, "routing.bias: True -> False"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(
@@ -230,6 +237,8 @@ def test_two_processes_never_share_a_folder(tmp_path, text_folder, capsys, monke
         (["--data.sequence-length", "9999999"], ["sequence_length 9999999"]),
         (["--run-dir", "/proc/here"], ["run_dir /proc/here cannot be written"]),
         (["--train.device", "cuda"], ["GPU"]),
+        (["--model.vocab-size", "100"], ["vocab_size", "256", "100"]),
+        (["--optimizer.lr", "inf"], ["lr must be positive, got inf"]),
     ],
 )
 def test_bad_input_is_one_clear_line_and_leaves_nothing(
@@ -242,23 +251,106 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing(
     assert not (tmp_path / "a" / "checkpoints").exists()
 
 
-def test_full_disk_is_said_and_earlier_checkpoints_stand(
+@pytest.mark.parametrize("name", ["config.toml", "environment.json", "sample.txt", "report.html"])
+def test_a_full_disk_is_said_with_the_file(tmp_path, text_folder, capsys, name) -> None:
+    run(tmp_path / "a", text_folder)
+    before = tensors(tmp_path / "a", 6)
+    partial = tmp_path / "a" / f".{name}.partial"
+    partial.unlink(missing_ok=True)
+    partial.symlink_to("/dev/full")
+    capsys.readouterr()
+    if name == "report.html":
+        partial.unlink()
+        (tmp_path / "a" / "report.html").unlink()
+        (tmp_path / "a" / "report.html").mkdir()  # the report cannot take its place
+        assert run(tmp_path / "a", text_folder) == 1
+        refused(capsys, 1, "report.html")
+    else:
+        refused(capsys, run(tmp_path / "a", text_folder), "No space left on device", name)
+    assert all(np.array_equal(v, before[k]) for k, v in tensors(tmp_path / "a", 6).items())
+
+
+def test_a_checkpoint_that_cannot_be_saved_is_said_and_the_earlier_stand(
     tmp_path, text_folder, capsys, monkeypatch
 ) -> None:
     run(tmp_path / "a", text_folder)
     before = tensors(tmp_path / "a", 6)
     capsys.readouterr()
+    original = os.fsync
 
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
+    def full(descriptor: int) -> None:
+        if "checkpoints" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(28, "No space left on device")
+        original(descriptor)
 
-    monkeypatch.setattr(os, "replace", full)
-    monkeypatch.setattr(os, "rename", full)
-    code = run(tmp_path / "a", text_folder, **{"train__steps": 3})
-    assert code == 1
-    assert "No space left on device" in capsys.readouterr().err
+    monkeypatch.setattr(os, "fsync", full)
+    refused(capsys, run(tmp_path / "a", text_folder), "No space left on device")
     monkeypatch.undo()
     assert all(np.array_equal(v, before[k]) for k, v in tensors(tmp_path / "a", 6).items())
+    assert run(tmp_path / "a", text_folder) == 0
+
+
+def test_frozen_bias_stays_in_use(tmp_path, text_folder) -> None:
+    run(tmp_path / "a", text_folder, **{"routing.bias-rate": 0.05})
+    run(tmp_path / "a", text_folder, **{"routing.bias-rate": 0})
+    before, after = tensors(tmp_path / "a", 6), tensors(tmp_path / "a", 12)
+    key = ("layers.0.moe.router_bias", "buffer")
+    assert np.array_equal(before[key], after[key])
+    run(tmp_path / "b", text_folder, **{"routing.bias-rate": 0, "train.steps": 12})
+    assert losses(tmp_path / "a")[6:] != losses(tmp_path / "b")[6:]
+
+
+def test_a_run_inside_its_text_does_not_read_itself(tmp_path, text_folder) -> None:
+    folder = text_folder / "run"
+    assert run(folder, text_folder, "--data.suffix", "") == 0
+    assert run(folder, text_folder, "--data.suffix", "") == 0
+    assert losses(folder)[-1][0] == 12
+
+
+def test_damaged_metrics_are_said(tmp_path, text_folder, capsys) -> None:
+    run(tmp_path / "a", text_folder)
+    metrics = tmp_path / "a" / "metrics.jsonl"
+    metrics.write_text("damaged\n" + metrics.read_text())
+    capsys.readouterr()
+    refused(capsys, run(tmp_path / "a", text_folder), "metrics.jsonl:1", "move the file away")
+    metrics.unlink()
+    assert run(tmp_path / "a", text_folder) == 0
+
+
+def test_every_skipped_step_is_counted(tmp_path, text_folder, monkeypatch) -> None:
+    original = Trainer.step
+
+    def step(trainer: Trainer):
+        result = original(trainer)
+        odd = torch.tensor(trainer.steps_done % 3 == 1)
+        return result._replace(skipped=odd, num_bad=torch.tensor(2.0))
+
+    monkeypatch.setattr(Trainer, "step", step)
+    run(tmp_path / "a", text_folder, **{"train.log-every": 4, "train.steps": 12})
+    records = [r for r in read_metrics(tmp_path / "a" / "metrics.jsonl") if r["kind"] == "train"]
+    assert len(records) < 12
+    assert sum(r["skipped"] for r in records) == 4
+    assert sum(r["unrouted"] for r in records) == 24
+    assert "4 skipped" in (tmp_path / "a" / "report.html").read_text()
+
+
+def test_a_run_whose_gradients_stay_bad_gives_up(
+    tmp_path, text_folder, capsys, monkeypatch
+) -> None:
+    original = Trainer.step
+    monkeypatch.setattr(
+        Trainer, "step", lambda trainer: original(trainer)._replace(skipped=torch.tensor(True))
+    )
+    code = run(tmp_path / "a", text_folder, **{"train.steps": 100})
+    refused(capsys, code, "not finite in 20 steps in a row")
+
+
+def test_ranks_of_another_launcher_are_not_multiplied(
+    tmp_path, text_folder, capsys, monkeypatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    refused(capsys, run(tmp_path / "a", text_folder, "--nproc", "4"), "nproc 4", "one of 1")
 
 
 def test_unknown_command_and_help(capsys) -> None:

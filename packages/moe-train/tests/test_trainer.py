@@ -36,7 +36,7 @@ class Padded(Sequences):
 def test_microbatches_change_no_gradient_and_no_logged_value(
     tiny_config, trainer_of, micro, padded
 ) -> None:
-    routing = RoutingConfig(balance=0.1, z=0.01, bias_rate=0.01)
+    routing = RoutingConfig(balance=0.1, z=0.01, bias=True, bias_rate=0.01)
     whole = replace(tiny_config, routing=routing)
     cut = replace(whole, train=replace(whole.train, microbatch_size=micro))
     trainers = trainer_of(whole), trainer_of(cut)
@@ -54,7 +54,7 @@ def test_microbatches_change_no_gradient_and_no_logged_value(
 def test_bias_moves_once_a_step_from_the_counts_of_the_whole_batch(tiny_config, trainer_of) -> None:
     config = replace(
         tiny_config,
-        routing=RoutingConfig(bias_rate=0.01),
+        routing=RoutingConfig(bias=True, bias_rate=0.01),
         train=replace(tiny_config.train, microbatch_size=2),
     )
     trainer = trainer_of(config)
@@ -69,7 +69,7 @@ def test_bias_moves_once_a_step_from_the_counts_of_the_whole_batch(tiny_config, 
 
 
 def test_validation_changes_nothing(tiny_config, trainer_of) -> None:
-    config = replace(tiny_config, routing=RoutingConfig(bias_rate=0.01))
+    config = replace(tiny_config, routing=RoutingConfig(bias=True, bias_rate=0.01))
     a, b = trainer_of(config), trainer_of(config)
     for _ in range(2):
         a.step()
@@ -109,7 +109,7 @@ def test_every_expert_that_gets_rows_learns(tiny_config, trainer_of) -> None:
 def test_a_gradient_that_is_not_finite_changes_nothing_but_the_cursor(
     tiny_config, trainer_of
 ) -> None:
-    trainer = trainer_of(replace(tiny_config, routing=RoutingConfig(bias_rate=0.01)))
+    trainer = trainer_of(replace(tiny_config, routing=RoutingConfig(bias=True, bias_rate=0.01)))
     trainer.step()
     before = state_of(trainer)
     original = trainer.model.sums

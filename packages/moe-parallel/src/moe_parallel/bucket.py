@@ -31,7 +31,7 @@ class Bucket:
         master_S: This rank's slice in full precision (S = P / W elements).
         exp_avg_S: First moment. Empty if frozen.
         exp_avg_sq_S: Second moment. Empty if frozen.
-        grad_S: After ``finish_reduce``, this rank's slice of the gradient summed over the group.
+        grad_S: After ``wait``, this rank's slice of the gradient summed over the group.
     """
 
     def __init__(

@@ -4,8 +4,8 @@ from typing import Any
 
 import moe_ckpt
 import torch
-from moe_ckpt import Alone, Communicator, Loaded
-from moe_ckpt.torch_adapter import TorchCommunicator
+from moe_ckpt import Alone, Loaded
+from moe_ckpt.torch_adapter import communicator
 from moe_parallel import Shard
 
 from moe_train.config import RunConfig
@@ -27,7 +27,7 @@ class Checkpoints:
     def __init__(self, folder: RunFolder, trainer: Trainer, corpus: Corpus):
         self.folder, self.trainer, self.corpus = folder, trainer, corpus
         group = trainer.mesh.world_group
-        self.comm: Communicator = Alone() if group is None else TorchCommunicator(group)
+        self.comm = Alone() if group is None else communicator(group)
 
     def save(self, *, target: int, seconds: float, tokens: int) -> None:
         """Commit the state of this step. A collective call.

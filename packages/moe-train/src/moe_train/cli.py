@@ -6,6 +6,7 @@ from pathlib import Path
 
 from moe_ckpt import CheckpointError
 from moe_parallel import MeshError, MismatchError
+from torch.distributed import DistError
 
 from moe_train.config import RunConfig
 from moe_train.corpus import CorpusError
@@ -26,6 +27,7 @@ exit codes: 0 done, or stopped and saved; 1 failed; 2 refused before any work; 1
 
 _REFUSED = (ConfigError, CorpusError, MeshError, RunError)
 _FAILED = (CheckpointError, MismatchError, OSError)
+_ALIKE = (*_REFUSED, CheckpointError, MismatchError)
 
 
 def command(argv: list[str]) -> int:
@@ -43,6 +45,12 @@ def command(argv: list[str]) -> int:
     except (*_REFUSED, *_FAILED) as error:
         _complain(error)
         return 2 if isinstance(error, _REFUSED) else 1
+    except RuntimeError as error:
+        # A rank that fails cuts its connections, and the others fail at their next collective.
+        if rank_info().world_size == 1 or not _is_broken_connection(error):
+            raise
+        _complain(RunError(f"stopped, as another rank failed ({str(error).splitlines()[0]})"))
+        return 1
     except KeyboardInterrupt:
         print("moe-train: interrupted; the last committed checkpoint stands", file=sys.stderr)  # noqa: T201
         return 130
@@ -50,11 +58,21 @@ def command(argv: list[str]) -> int:
 
 def _run(argv: list[str]) -> int:
     config = load_config(RunConfig, argv, prog="moe-train run", description=__doc__)
-    if config.nproc > 1 and "RANK" not in os.environ:
+    ranks = rank_info().world_size
+    if "RANK" in os.environ and config.nproc not in (1, ranks):
+        raise ConfigError(
+            f"nproc {config.nproc} asks for ranks of its own, and this process is already one of "
+            f"{ranks} (RANK is set); leave nproc away, or unset RANK, LOCAL_RANK and WORLD_SIZE"
+        )
+    if "RANK" not in os.environ and config.nproc > 1:
         prepare(config, config.nproc)  # a refusal is said once, before any rank starts
         return launch(argv, config.nproc)
     run(config, rank_info())
     return 0
+
+
+def _is_broken_connection(error: RuntimeError) -> bool:
+    return isinstance(error, DistError) or "gloo" in str(error)
 
 
 def _report(argv: list[str]) -> int:
@@ -65,9 +83,9 @@ def _report(argv: list[str]) -> int:
 
 
 def _complain(error: BaseException) -> None:
-    """Print an error as one line. Ranks agree on a checkpoint's failure, so one of them tells."""
-    rank = rank_info().rank
-    if rank and isinstance(error, CheckpointError):
+    """Print an error as one line. What all ranks meet alike is told by the first of a machine."""
+    rank, local_rank, _ = rank_info()
+    if local_rank and isinstance(error, _ALIKE):
         return
     where = f"rank {rank}: " if rank else ""
     print(f"moe-train: {where}{' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201

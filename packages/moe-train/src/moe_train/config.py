@@ -1,10 +1,13 @@
 """What a run is made of: one frozen class for each concern, checked when it is made."""
 
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Literal
 
 from moe_train.errors import RunError
+
+NUM_BYTES = 256
 
 
 def _require(condition: bool, message: str) -> None:
@@ -14,7 +17,12 @@ def _require(condition: bool, message: str) -> None:
 
 def _require_positive(**values: float) -> None:
     for name, value in values.items():
-        _require(value > 0, f"{name} must be positive, got {value}")
+        _require(value > 0 and isfinite(value), f"{name} must be positive, got {value}")
+
+
+def _require_no_less_than_zero(**values: float) -> None:
+    for name, value in values.items():
+        _require(value >= 0 and isfinite(value), f"{name} must be 0 or more, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +76,7 @@ class ModelConfig:
             1 <= self.top_k <= self.num_experts,
             f"top_k must be in 1..num_experts ({self.num_experts}), got {self.top_k}",
         )
-        _require(self.shared_dim >= 0, f"shared_dim must not be negative, got {self.shared_dim}")
+        _require_no_less_than_zero(shared_dim=self.shared_dim)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,19 +88,19 @@ class RoutingConfig:
         renormalize: Whether the weights of a token's K experts are made to sum to one.
         balance: Weight of the balance loss, taken over each sequence.
         z: Weight of the z-loss, the mean squared log-partition of the router.
-        bias_rate: Step of the selection bias (loss-free balancing) after each optimizer step.
+        bias: Whether a selection bias keeps the load even (loss-free balancing).
+        bias_rate: Step of that bias after each optimizer step; 0 leaves it as it has become.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True
     balance: float = 0.01
     z: float = 0.0
-    bias_rate: float = 0.0
+    bias: bool = False
+    bias_rate: float = 0.001
 
     def __post_init__(self) -> None:
-        for name in ("balance", "z", "bias_rate"):
-            value = getattr(self, name)
-            _require(value >= 0, f"{name} must not be negative, got {value}")
+        _require_no_less_than_zero(balance=self.balance, z=self.z, bias_rate=self.bias_rate)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,9 +177,9 @@ class OptimizerConfig:
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"{name} must be in [0, 1), got {value}")
-        for name in ("warmup_steps", "weight_decay", "max_norm"):
-            value = getattr(self, name)
-            _require(value >= 0, f"{name} must not be negative, got {value}")
+        _require_no_less_than_zero(
+            warmup_steps=self.warmup_steps, weight_decay=self.weight_decay, max_norm=self.max_norm
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,9 +224,10 @@ class TrainConfig:
             steps=self.steps, batch_size=self.batch_size, keep=self.keep,
             log_every=self.log_every, eval_sequences=self.eval_sequences,
         )  # fmt: skip
-        for name in ("microbatch_size", "eval_every", "save_every", "sample_bytes", "threads"):
-            value = getattr(self, name)
-            _require(value >= 0, f"{name} must not be negative, got {value}")
+        _require_no_less_than_zero(
+            microbatch_size=self.microbatch_size, eval_every=self.eval_every,
+            save_every=self.save_every, sample_bytes=self.sample_bytes, threads=self.threads,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,6 +256,11 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _require_positive(nproc=self.nproc)
+        _require(
+            self.model.vocab_size >= NUM_BYTES,
+            f"model.vocab_size must be at least {NUM_BYTES}, as text is read as bytes, got "
+            f"{self.model.vocab_size}",
+        )
 
     def check_batch(self, dp: int) -> None:
         """Raise unless ``dp`` ranks can divide the batch.

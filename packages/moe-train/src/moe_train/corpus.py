@@ -14,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 HELD_OUT_PERCENT = 10
+COUNTED = 64 << 20
+"""Bytes that the tables of counts are made of, at most: they are made at every start."""
 _SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"}
 
 
@@ -40,12 +42,13 @@ class Corpus:
     origin: str
 
 
-def load_corpus(path: Path | None, suffix: str) -> Corpus:
+def load_corpus(path: Path | None, suffix: str, exclude: Path | None = None) -> Corpus:
     """Read all files below a folder whose names end in ``suffix``.
 
     Args:
         path: The folder, or None for Python's standard library (without its tests).
         suffix: End of the names of the files to read.
+        exclude: A folder whose files are not text, such as that of the run itself.
 
     Raises:
         CorpusError: If the folder is missing or holds fewer than two such files with text.
@@ -58,6 +61,7 @@ def load_corpus(path: Path | None, suffix: str) -> Corpus:
         file.relative_to(root).as_posix()
         for file in root.rglob(f"*{suffix}")
         if file.is_file() and not skipped & set(file.relative_to(root).parts)
+        if exclude is None or exclude.resolve() not in file.resolve().parents
     )
     texts = {name: (root / name).read_bytes() for name in names}
     texts = {name: text for name, text in texts.items() if text}
@@ -90,14 +94,12 @@ def reference_losses(corpus: Corpus) -> dict[str, float]:
 
     ``bigram`` predicts a byte from the one before it, ``trigram`` from the two before. Counts of
     the training text are smoothed with the next shorter table: one imagined sighting of a
-    context is spread as that table would.
+    context is spread as that table would. At most ``COUNTED`` bytes are read of either part.
     """
-    train, held_out = corpus.train.astype(np.int64), corpus.held_out.astype(np.int64)
-    n = 256
-    unigram = (np.bincount(train, minlength=n) + 1) / (len(train) + n)
-    pairs = np.bincount(train[:-1] * n + train[1:], minlength=n * n).reshape(n, n)
+    train, held_out, n = corpus.train[:COUNTED], corpus.held_out[:COUNTED].astype(np.int64), 256
+    unigram = (_count_runs(train, 1) + 1) / (len(train) + n)
+    pairs, triples = _count_runs(train, 2).reshape(n, n), _count_runs(train, 3)
     bigram = (pairs + unigram) / (pairs.sum(1, keepdims=True) + 1)
-    triples = np.bincount((train[:-2] * n + train[1:-1]) * n + train[2:], minlength=n**3)
     contexts = triples.reshape(n * n, n).sum(1)
 
     first, second, third = held_out[:-2], held_out[1:-1], held_out[2:]
@@ -108,3 +110,15 @@ def reference_losses(corpus: Corpus) -> dict[str, float]:
         "bigram": float(-np.log(bigram[held_out[:-1], held_out[1:]]).mean()),
         "trigram": float(-np.log(p3).mean()),
     }
+
+
+def _count_runs(text: NDArray[np.uint8], length: int) -> NDArray[np.int64]:
+    """Count all runs of ``length`` bytes, block by block: wide copies of the text stay small."""
+    counts, block = np.zeros(256**length, np.int64), 1 << 20
+    for start in range(0, len(text) - length + 1, block):
+        part = text[start : start + block + length - 1].astype(np.int64)
+        runs = sum(
+            part[i : len(part) - length + 1 + i] << 8 * (length - 1 - i) for i in range(length)
+        )
+        counts += np.bincount(runs, minlength=256**length)
+    return counts

@@ -106,7 +106,17 @@ def visiting_order(first: int, number: int, count: int, seed: int) -> NDArray[np
 
 @lru_cache(maxsize=2)
 def _permutation(epoch: int, count: int, seed: int) -> NDArray[np.int64]:
-    return np.random.default_rng((seed, epoch)).permutation(count)
+    """Sort the numbers by a hash of each, splitmix64, which stays the same for ever.
+
+    Random generators of libraries do not promise that, and a run is continued for weeks.
+    """
+    key = np.arange(count, dtype=np.uint64) + np.uint64(epoch << 40)
+    for salt in (np.uint64(seed % 2**64), np.uint64(0)):
+        key = (key ^ salt) + np.uint64(0x9E3779B97F4A7C15)
+        key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        key = key ^ (key >> np.uint64(31))
+    return np.argsort(key, kind="stable")
 
 
 def rank_share(numbers: NDArray[np.int64], rank: int, size: int) -> NDArray[np.int64]:

@@ -96,7 +96,7 @@ class MoE(nn.Module):
             self.config.top_k,
             score=self.routing.score,
             renormalize=self.routing.renormalize,
-            bias_E=bias_E if self.routing.bias_rate else None,
+            bias_E=bias_E if self.routing.bias else None,
             mask_T=mask_T,
         )
         y_TD = self._experts(x_TD, routing)

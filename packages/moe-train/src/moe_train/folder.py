@@ -67,15 +67,23 @@ class RunFolder:
     def write_text(self, name: str, text: str) -> None:
         """Replace a file as a whole."""
         partial = self.root / f".{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(self.root / name)
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(self.root / name)
+        except OSError as error:  # a full disk is reported without the name of the file
+            raise OSError(error.errno, error.strerror, str(self.root / name)) from error
 
     def write_json(self, name: str, value: Any) -> None:
         """Replace a JSON file as a whole."""
         self.write_text(name, json.dumps(value, indent=2) + "\n")
 
     def saved_steps(self) -> list[int]:
-        """Return the steps that the metrics say were saved, whether they are still there or not."""
+        """Return the steps that the metrics say were saved, whether they are still there or not.
+
+        Raises:
+            MetricsError: If the file is damaged.
+        """
         if not self.metrics.exists():
             return []
-        return [r["step"] for r in read_metrics(self.metrics) if r["kind"] == "save"]
+        records = read_metrics(self.metrics)
+        return [r["step"] for r in records if r["kind"] == "save"]

@@ -32,6 +32,7 @@ _TRAMPOLINE = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
 )
+_EXPLAINED = (2,)  # a refusal, of which the worker itself has said why
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -179,7 +180,7 @@ def _wait(stop: _Stop, grace: float) -> int:
     if stop.signal is not None and first.code < 0:
         name = signal.Signals(stop.signal).name
         sys.stderr.write(f"stopped by {name} before the workers had saved\n")
-    else:
+    elif first.code not in _EXPLAINED:
         sys.stderr.write(f"rank {first.rank} failed first: {_describe(first.code)}\n")
     sys.stderr.flush()
     return first.code if first.code > 0 else 128 - first.code

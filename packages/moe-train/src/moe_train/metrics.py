@@ -3,10 +3,12 @@
 Kinds of records; each also has ``kind`` and ``step``, the number of updates done:
 
 * ``train``: ``loss`` (nats a byte, cross-entropy alone), ``balance_loss``, ``z_loss``,
-  ``grad_norm``, ``lr``, ``skipped`` (bool), ``tokens`` and ``seconds`` (both since the start of
-  the first run), ``tokens_per_second``, ``imbalance`` (largest over layers of largest to mean
-  expert load), ``entropy`` (nats, per layer), ``load`` (fraction per expert, per layer).
+  ``grad_norm``, ``lr``, ``tokens`` and ``seconds`` (both since the start of the first run),
+  ``tokens_per_second``, ``imbalance`` (largest over layers of largest to mean expert load),
+  ``entropy`` (nats, per layer), ``load`` (fraction per expert, per layer); since the record before:
+  ``skipped`` (updates) and ``unrouted`` (tokens whose scores were not finite).
 * ``eval``: ``loss`` (nats a byte) and ``tokens`` (how many it was measured on).
+* ``save``: the step was committed.
 * ``run``: ``world_size`` and whatever else describes the processes that start at ``step``.
 
 JSON has no NaN and no infinity, so those are written as the strings that stand for them in
@@ -20,8 +22,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_train.errors import RunError
+
 Record = dict[str, Any]
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class MetricsError(RunError):
+    """A file of metrics is damaged."""
 
 
 class MetricsLog:
@@ -96,7 +104,7 @@ def read_metrics(path: Path) -> list[Record]:
     """Return all records of a file, without a last line that is still being written.
 
     Raises:
-        ValueError: If another line is not a record; the message names file and line.
+        MetricsError: If another line is not a record; the message names file and line.
     """
     content = path.read_bytes()
     lines = content[: content.rfind(b"\n") + 1].split(b"\n")[:-1]
@@ -106,7 +114,10 @@ def read_metrics(path: Path) -> list[Record]:
             record = json.loads(line)
             record["kind"], record["step"]
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}:{number} is not a metrics record: {line[:60]!r}") from error
+            raise MetricsError(
+                f"{path}:{number} is not a metrics record: {line[:60]!r}; move the file away to "
+                "go on without it"
+            ) from error
         # Looking is ten times faster than rebuilding the lists of a record.
         odd = b'"NaN"' in line or b'Infinity"' in line
         records.append(_decode(record) if odd else record)

@@ -93,9 +93,12 @@ class Transformer(nn.Module):
         self.config, self.recompute = config, recompute
         V, D = config.vocab_size, config.dim
         self.embedding = nn.Parameter(normal("embedding", V, D, std=1.0, seed=seed, dtype=dtype))
-        self.layers = nn.ModuleList(
-            Block(f"layers.{i}", config, routing, dispatcher, seed, dtype)
-            for i in range(config.num_layers)
+        # Named by their place in the whole model, which a pipeline stage holds a part of.
+        self.layers = nn.ModuleDict(
+            {
+                str(i): Block(f"layers.{i}", config, routing, dispatcher, seed, dtype)
+                for i in range(config.num_layers)
+            }
         )
         self.norm = nn.Parameter(torch.ones(D, dtype=dtype))
         # Zero: training starts at ln V exactly, whatever the rest of the model does.
@@ -109,7 +112,7 @@ class Transformer(nn.Module):
         head_dim = self.config.dim // self.config.num_heads
         rotation_SC = rotations(inputs_BS.shape[1], head_dim, self.config.rope_theta, x_BSD)
         stats = []
-        for block, bias_E in zip(self.layers, bias_LE, strict=True):
+        for block, bias_E in zip(self.layers.values(), bias_LE, strict=True):
             arguments = (x_BSD, rotation_SC, bias_E, mask_T)
             if self.recompute and torch.is_grad_enabled():
                 x_BSD, layer = checkpoint(block, *arguments, use_reentrant=False)

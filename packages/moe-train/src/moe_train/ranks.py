@@ -45,10 +45,11 @@ def pick_device(config: RunConfig, info: RankInfo) -> torch.device:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         torch.set_num_threads(config.train.threads or max(1, cores // local))
         return torch.device("cpu")
-    if info.local_rank >= gpus:
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if local > gpus:
         raise RunError(
-            f"local rank {info.local_rank} needs a GPU of its own and this machine has {gpus}; "
-            "start fewer ranks or set train.device to cpu"
+            f"{local} ranks on this machine need a GPU each and it has {gpus}; start fewer ranks "
+            "or set train.device to cpu"
         )
     torch.cuda.set_device(info.local_rank)
     return torch.device("cuda", info.local_rank)

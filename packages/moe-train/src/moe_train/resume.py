@@ -17,8 +17,8 @@ from moe_train.errors import RunError
 from moe_train.folder import RunFolder
 from moe_train.load_config import diff_configs
 
-_FIXED = ("model.", "train.dtype:")
-_TEXT = ("data.sequence_length:", "data.seed:", "data.path:", "data.suffix:")
+_FIXED = ("model.", "routing.bias:", "train.dtype:")
+_TEXT = ("data.sequence_length:", "data.seed:")
 _SILENT = ("data.allow_changed:",)
 
 

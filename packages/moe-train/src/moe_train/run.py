@@ -8,7 +8,8 @@ import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from hashlib import sha256
+from typing import Any, NamedTuple
 
 import torch
 from moe_parallel import Mesh, MeshPlan, check_same, plan_mesh
@@ -75,7 +76,7 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
         nvlink_domain=mesh.nvlink_domain,
     )
     config.check_batch(plan.dp)
-    corpus = load_corpus(config.data.path, config.data.suffix)
+    corpus = load_corpus(config.data.path, config.data.suffix, exclude=config.run_dir)
     train = Sequences(corpus.train, config.data.sequence_length)
     held_out = Sequences(corpus.held_out, config.data.sequence_length)
     folder = RunFolder(config.run_dir)
@@ -89,12 +90,40 @@ def run(config: RunConfig, info: RankInfo) -> None:
     prepared = prepare(config, info.world_size)
     device = pick_device(config, info)
     with prepared.folder.locked() if info.rank == 0 else nullcontext():
+        if info.rank == 0 and find_state(prepared.folder) != prepared.state:
+            raise RunError(f"another process has just saved in {config.run_dir}; start again")
         join(info, device)
         mesh = Mesh.create(prepared.plan)
-        found = prepared.state and prepared.state["steps_done"]
-        check_same(f"{config}, text {prepared.corpus.digest}, step {found}", "the start", mesh)
+        check_same(_start_of(config, prepared), "the start of the run", mesh)
         trainer = Trainer(config, mesh, device, prepared.train, prepared.held_out)
         Job(config, prepared, trainer).go()
+
+
+def _start_of(config: RunConfig, prepared: Prepared) -> str:
+    """Return what ranks must agree on, short enough to print when they do not."""
+    settings = sha256(repr(config).encode()).hexdigest()[:12]
+    found = "no checkpoint" if prepared.state is None else f"step {prepared.state['steps_done']}"
+    return f"settings {settings}, text {prepared.corpus.digest[:12]}, {found}"
+
+
+class Counts(NamedTuple):
+    """What is counted at every step, int64 without axes.
+
+    Attributes:
+        in_a_row: Updates skipped up to now, without one between them that was not.
+        skipped: Updates skipped since the last record.
+        unrouted: Tokens that a router could not route since the last record.
+    """
+
+    in_a_row: torch.Tensor
+    skipped: torch.Tensor
+    unrouted: torch.Tensor
+
+    def after(self, result: StepResult) -> "Counts":
+        """Return the counts after one more step."""
+        skipped = result.skipped.long()
+        unrouted = self.unrouted + result.num_bad.round().long()
+        return Counts((self.in_a_row + 1) * skipped, self.skipped + skipped, unrouted)
 
 
 class Job:
@@ -112,8 +141,9 @@ class Job:
         self.leads = trainer.mesh.rank == 0
         self.seconds, self.tokens = 0.0, 0
         self.checkpoints = Checkpoints(self.folder, trainer, prepared.corpus)
-        self.skipped: list[str] = []
-        self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=trainer.device)
+        self.passed_over: list[str] = []
+        # Counted on the device and read when a record is written, so that no step waits.
+        self.counts = Counts(*torch.zeros(3, dtype=torch.int64, device=trainer.device))
 
     def go(self) -> None:
         """Train to the end, or until somebody asks to stop; then leave everything on disk."""
@@ -140,7 +170,7 @@ class Job:
             return target_step(None, steps)
         loaded = self.checkpoints.load()
         self.seconds, self.tokens = loaded.state["seconds"], loaded.state["tokens"]
-        self.skipped = [f"{s.path}: {s.reason}" for s in loaded.skipped]
+        self.passed_over = [f"{s.path}: {s.reason}" for s in loaded.skipped]
         return target_step(loaded.state, steps)
 
     def _train(self, stop: StopRequest) -> bool:
@@ -151,7 +181,7 @@ class Job:
             rate = trainer.learning_rate(trainer.steps_done)
             result = trainer.step()
             self.tokens += c.batch_size * self.config.data.sequence_length
-            self.skipped_in_a_row = (self.skipped_in_a_row + 1) * result.skipped
+            self.counts = self.counts.after(result)
             step, steps = trainer.steps_done, steps + 1
             stopped = stop.agreed(trainer.mesh, trainer.device)
             ends = stopped or step == self.target
@@ -164,18 +194,20 @@ class Job:
             if ends or _due(step, c.save_every):
                 self._save()
             since += time.monotonic() - paused
-            if stopped:
+            if stopped and step < self.target:
                 return True
         return False
 
     def _log(self, result: StepResult, rate: float, seconds: float, steps: int) -> None:
-        """Record a step. The one place where the loop waits for the device."""
-        if int(self.skipped_in_a_row) >= MAX_SKIPPED:
+        """Record a step, and what happened since the record before. Waits for the device."""
+        in_a_row, skipped, unrouted = (int(count) for count in self.counts)
+        if in_a_row >= MAX_SKIPPED:
             raise RunError(
-                f"the gradient was not finite in {MAX_SKIPPED} steps in a row, up to step "
-                f"{self.trainer.steps_done}. The last checkpoint is from before; a smaller "
+                f"the gradient was not finite in {in_a_row} steps in a row, up to step "
+                f"{self.trainer.steps_done}; none of them changed the weights. A smaller "
                 "optimizer.lr may help"
             )
+        self.counts = Counts(self.counts.in_a_row, *torch.zeros_like(torch.stack(self.counts[1:])))
         self.seconds += seconds
         tokens = steps * self.config.train.batch_size * self.config.data.sequence_length
         load_LE = result.load_LE
@@ -187,14 +219,14 @@ class Job:
             "z_loss": float(result.z_loss),
             "grad_norm": float(result.grad_norm),
             "lr": rate,
-            "skipped": bool(result.skipped),
+            "skipped": skipped,
             "tokens": self.tokens,
             "seconds": self.seconds,
             "tokens_per_second": tokens / max(seconds, 1e-9),
             "imbalance": float(load_LE.max()) * load_LE.shape[1],
             "entropy": result.entropy_L.tolist(),
             "load": load_LE.tolist(),
-            "unrouted": int(result.num_bad),
+            "unrouted": unrouted,
         }
         if self.log is not None:
             self.log.write(record)
@@ -236,7 +268,7 @@ class Job:
             done = self.trainer.steps_done
             where = f"found step {done} in {c.run_dir}: continuing to step {self.target}"
         say(f"{parameters:,} parameters; {where}")
-        for damaged in self.skipped:
+        for damaged in self.passed_over:
             say(f"passed over {damaged}")
         for change in p.changes:
             say(f"changed since that checkpoint: {change}")

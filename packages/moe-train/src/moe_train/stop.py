@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from moe_parallel import Mesh
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 class StopRequest:
     """Remembers that somebody asked for the end. The second Ctrl-C does not wait for a step."""
@@ -18,8 +20,12 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator["StopRequest"]:
-        """Take SIGINT and SIGTERM as requests while the block runs."""
-        before = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        """Take SIGINT, SIGTERM and SIGHUP as requests while the block runs.
+
+        What the caller ignores stays ignored: SIGHUP under nohup.
+        """
+        asked = [s for s in _SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
+        before = {s: signal.signal(s, self._ask) for s in asked}
         try:
             yield self
         finally:
@@ -27,7 +33,10 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def agreed(self, mesh: Mesh, device: torch.device) -> bool:
-        """Return on every rank whether any rank was asked. A collective call."""
+        """Return on every rank whether any rank was asked.
+
+        A collective call; with several ranks it waits for the device.
+        """
         asked = self.signal is not None
         if mesh.world_group is None:
             return asked

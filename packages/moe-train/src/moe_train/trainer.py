@@ -8,11 +8,13 @@ averaged twice and no number of ranks appears in a loss.
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from moe_dispatch import make_dispatcher
 from moe_kernels import update_bias
 from moe_parallel import AdamWConfig, Mesh, ParamSpec, Shard, ShardedAdamW
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_train.config import RunConfig
@@ -108,7 +110,7 @@ class Trainer:
         batch = self.train_sequences.batch(self._next_samples(), self.device)
         micros = batch.split(self.config.train.microbatch_size)
         tokens = self._all_reduce(torch.tensor(float(batch.num_tokens), dtype=torch.float64))
-        scale, routing = 1 / float(tokens), self.config.routing
+        scale, routing = tokens.reciprocal(), self.config.routing
         total = self.bias_LE.new_zeros(())
         for micro in micros:
             sums = self.model.sums(micro, self.bias_LE)
@@ -118,7 +120,7 @@ class Trainer:
             total = total + _pack(sums)
         stats = self.optimizer.step(self.learning_rate(self.steps_done))
         result, count_LE = self._unpack(self._all_reduce(total), scale)
-        if routing.bias_rate:
+        if routing.bias and routing.bias_rate:
             self._update_bias(count_LE, stats.skipped)
         self.steps_done += 1
         self.samples_seen += self.config.train.batch_size
@@ -146,24 +148,25 @@ class Trainer:
     def shards(self) -> list[Shard]:
         """Return the state of this rank, as views: optimizer state and the routers' bias."""
         shards = self.optimizer.shards()
-        if self.mesh.rank == 0:
-            bias = self.bias_LE
-            shards.append(
+        if self.mesh.dp_rank == 0:
+            shards += [
                 Shard(
-                    name="router_bias", kind="buffer", global_shape=tuple(bias.shape),
-                    flat_start=0, flat_stop=bias.numel(), data=bias.view(-1),
+                    name=f"layers.{i}.moe.router_bias", kind="buffer",
+                    global_shape=tuple(bias_E.shape), flat_start=0, flat_stop=bias_E.numel(),
+                    data=bias_E,
                 )
-            )  # fmt: skip
+                for i, bias_E in enumerate(self.bias_LE)
+            ]  # fmt: skip
         return shards
 
     def loaded(self, *, steps_done: int, samples_seen: int, step_count: int) -> None:
         """Take over state that was written into ``shards()``. A collective call."""
         self.optimizer.loaded(step_count)
-        if self.mesh.world_group is not None:
-            dist.broadcast(self.bias_LE, group_src=0, group=self.mesh.world_group)
+        if self.mesh.dp_group is not None:
+            dist.broadcast(self.bias_LE, group_src=0, group=self.mesh.dp_group)
         self.steps_done, self.samples_seen = steps_done, samples_seen
 
-    def _next_samples(self):
+    def _next_samples(self) -> NDArray[np.int64]:
         numbers = visiting_order(
             self.samples_seen,
             self.config.train.batch_size,
@@ -184,7 +187,7 @@ class Trainer:
             dist.all_reduce(sums, group=self.mesh.world_group)
         return sums
 
-    def _unpack(self, sums: Tensor, scale: float) -> tuple[StepResult, Tensor]:
+    def _unpack(self, sums: Tensor, scale: Tensor) -> tuple[StepResult, Tensor]:
         L, E = self.bias_LE.shape
         head, entropy_L, count = sums.split([4, L, L * E])
         count_LE = count.view(L, E)

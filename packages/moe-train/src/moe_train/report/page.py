@@ -120,7 +120,7 @@ def _figures(run: RunData) -> list[Figure]:
     if not run.train:
         return figures
     last = run.train[-1]
-    skipped = sum(bool(record.get("skipped")) for record in run.train)
+    skipped = sum(int(record.get("skipped", 0)) for record in run.train)
     mean = _smooth(run, "loss")[-1]
     speed = run.column("tokens_per_second")
     worst = run.column("imbalance")
@@ -180,7 +180,7 @@ def _smooth(run: RunData, key: str) -> Array:
 def _spreads(lines: Sequence[Line]) -> bool:
     """Tell whether values differ so much that only a logarithmic scale shows them all."""
     values = np.concatenate([line.y[np.isfinite(line.y)] for line in lines])
-    return len(values) > 0 and values.min() > 0 and values.max() > 30 * values.min()
+    return bool(len(values) > 0 and values.min() > 0 and values.max() > 30 * values.min())
 
 
 def _charts(run: RunData) -> dict[str, str]:

@@ -1,0 +1,86 @@
+"""Every setting that a run computes with changes what it computes."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from moe_train.config import OptimizerConfig, RoutingConfig
+from moe_train.model import Block
+from moe_train.trainer import param_specs
+
+EFFECTS = [
+    ("model", "top_k", 1),
+    ("model", "qk_norm", False),
+    ("model", "rope_theta", 100.0),
+    ("model", "norm_eps", 0.01),
+    ("routing", "score", "sigmoid"),
+    ("routing", "renormalize", False),
+    ("routing", "balance", 1.0),
+    ("routing", "z", 0.1),
+    ("routing", "bias", False),
+    ("routing", "bias_rate", 0.03),
+    ("optimizer", "lr", 0.01),
+    ("optimizer", "warmup_steps", 1),
+    ("optimizer", "beta1", 0.5),
+    ("optimizer", "beta2", 0.5),
+    ("optimizer", "eps", 0.001),
+    ("optimizer", "weight_decay", 0.5),
+    ("optimizer", "max_norm", 0.001),
+    ("data", "seed", 1),
+    ("train", "seed", 1),
+    ("train", "batch_size", 4),
+]
+
+
+def weights_after_four_steps(trainer) -> dict[str, torch.Tensor]:
+    for _ in range(4):  # the head starts at zero, so only the second step moves the rest
+        trainer.step()
+    return {s.name: s.data.clone() for s in trainer.shards() if s.kind == "master"}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture
+def config(tiny_config):
+    return replace(
+        tiny_config, routing=RoutingConfig(balance=0.1, z=0.01, bias=True, bias_rate=0.3)
+    )
+
+
+@pytest.mark.parametrize(("section", "name", "value"), EFFECTS)
+def test_a_setting_changes_the_weights(config, trainer_of, section, name, value) -> None:
+    changed = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    one, other = (weights_after_four_steps(trainer_of(c)) for c in (config, changed))
+    assert not same(one, other)
+
+
+def test_without_a_change_the_weights_are_the_same(config, trainer_of) -> None:
+    assert same(*(weights_after_four_steps(trainer_of(config)) for _ in range(2)))
+
+
+@pytest.mark.parametrize(
+    ("section", "of"), [("routing", RoutingConfig), ("optimizer", OptimizerConfig)]
+)
+def test_no_setting_of_routing_and_optimizer_is_left_out(section, of) -> None:
+    assert {f.name for f in fields(of)} == {name for where, name, _ in EFFECTS if where == section}
+
+
+def test_matrices_decay_but_for_routers(tiny_config, trainer_of) -> None:
+    specs = param_specs(trainer_of(tiny_config).model)
+    kept = {s.name.rpartition(".")[2] for s in specs if not s.weight_decay}
+    assert kept == {"norm", "attention_norm", "moe_norm", "q_norm", "k_norm", "router"}
+    assert {s.parameter.ndim for s in specs if s.weight_decay} == {2, 3}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recomputation_runs_each_block_twice(tiny_config, trainer_of, recompute) -> None:
+    config = replace(tiny_config, train=replace(tiny_config.train, recompute=recompute))
+    trainer = trainer_of(config)
+    calls = []
+    for module in trainer.model.modules():
+        if isinstance(module, Block):
+            module.register_forward_pre_hook(lambda *_: calls.append(1))
+    trainer.step()
+    assert len(calls) == config.model.num_layers * (2 if recompute else 1)
