@@ -70,6 +70,11 @@ def test_a_verdict_says_what_became_of_the_fault(bench, changes, outcome, reason
     assert (package / "src" / "toy" / "__init__.py").read_text() == SOURCE
 
 
+def test_a_mutant_that_says_nothing_does_not_silence_the_others(bench) -> None:
+    lost = replace(FAULT, name="lost", tests=(OF_THE_FILE + "test_doub",))
+    assert [v.outcome for v in bench.judge_all([lost, FAULT])] == ["broken", "killed"]
+
+
 def test_tests_that_never_end_are_no_verdict(bench) -> None:
     bench = replace(bench, limit=8)
     [verdict] = bench.judge_all([replace(FAULT, tests=(OF_THE_FILE + "test_that_waits",))])

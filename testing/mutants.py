@@ -151,14 +151,17 @@ class Bench:
 
     def judge_all(self, mutants: Sequence[Mutant]) -> Iterator[Verdict]:
         """Say of each mutant what becomes of it, after its package's tests ran on clean code."""
-        clean: dict[str, Tested] = {}
+        batches: dict[str, Tested] = {}
         for mutant in mutants:
-            if mutant.package not in clean:
+            if mutant.package not in batches:
                 peers = [m for m in mutants if m.package == mutant.package]
                 tests = sorted({test for peer in peers for test in peer.tests})
                 # One run for all of them: most of the time of a run goes into its start.
-                clean[mutant.package] = self._test(mutant, tests, None)
-            yield self.judge(mutant, clean[mutant.package])
+                batches[mutant.package] = self._test(mutant, tests, None)
+            clean = batches[mutant.package]
+            if _unusable(mutant, clean):  # maybe through the tests of another mutant
+                clean = self._test(mutant, mutant.tests, None)
+            yield self.judge(mutant, clean)
 
     def judge(self, mutant: Mutant, clean: Tested) -> Verdict:
         """Say what becomes of a mutant.
