@@ -1,6 +1,7 @@
 """Every setting is checked when it is made, and every setting does something."""
 
 import dataclasses
+import subprocess
 import sys
 
 import pytest
@@ -84,3 +85,12 @@ def test_batch_that_ranks_cannot_divide_names_the_usable_ranks() -> None:
     with pytest.raises(RunError, match="microbatch_size 2 does not divide the 3 sequences"):
         run.check_batch(2)
     run.check_batch(3)
+
+
+def test_the_command_line_imports_quickly_after_torch() -> None:
+    program = (
+        "import torch, time; begin = time.process_time(); import moe_train.cli; "
+        "print(time.process_time() - begin)"
+    )
+    seconds = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert float(seconds) < 2  # of the processor, whatever else runs on this machine

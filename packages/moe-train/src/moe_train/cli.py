@@ -25,6 +25,7 @@ commands:
 
 exit codes: 0 done, or stopped and saved; 1 failed; 2 refused before any work; 130 interrupted"""
 
+_ABOUT = "Train a Mixture-of-Experts language model, or go on from where a run is."
 _REFUSED = (ConfigError, CorpusError, MeshError, RunError)
 _FAILED = (CheckpointError, MismatchError, OSError)
 _ALIKE = (*_REFUSED, CheckpointError, MismatchError)
@@ -57,7 +58,7 @@ def command(argv: list[str]) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    config = load_config(RunConfig, argv, prog="moe-train run", description=__doc__)
+    config = load_config(RunConfig, argv, prog="moe-train run", description=_ABOUT)
     ranks = rank_info().world_size
     if "RANK" in os.environ and config.nproc not in (1, ranks):
         raise ConfigError(
