@@ -198,7 +198,10 @@ class Bench:
             else:
                 (copy / mutant.module / mutant.file).write_text(changed, encoding="utf-8")
                 options.append("--exitfirst")
-            code = _run_pytest(self.root, copy, options, limit)
+            try:
+                code = _run_pytest(self.root, copy, options, limit)
+            except OSError as error:  # a machine that others use may be short of processes
+                return Tested((), (), f"pytest could not be started: {error}")
             if code is None:
                 return Tested((), (), f"no answer within {limit:.0f} s")
             if not report.exists():
