@@ -20,6 +20,7 @@ reports what each one did, and starts afresh at the next case.
 import faulthandler
 import importlib.util
 import inspect
+import itertools
 import multiprocessing as mp
 import os
 import pickle
@@ -179,6 +180,10 @@ def _load(located: tuple[str, str, str], cache: dict[str, ModuleType]) -> Callab
         spec = importlib.util.spec_from_file_location(module, path)
         if spec is None or spec.loader is None:
             raise ImportError(f"{name} must be a function of a module in a file, not of {path!r}")
+        # What the program returns is pickled by the name of its module, and pickle looks up the
+        # packages above a dotted name, which exist only in the process of the tests.
+        for above in itertools.accumulate(module.split(".")[:-1], "{}.{}".format):
+            sys.modules.setdefault(above, ModuleType(above))
         cache[path] = sys.modules[module] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(cache[path])
     return getattr(cache[path], name)
