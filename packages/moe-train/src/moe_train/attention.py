@@ -19,7 +19,7 @@ class Attention(nn.Module):
         super().__init__()
         D, self.head_dim = config.dim, config.dim // config.num_heads
         D_kv = self.head_dim * config.num_kv_heads
-        self.eps, self.theta = config.norm_eps, config.rope_theta
+        self.eps = config.norm_eps
 
         def matrix(kind: str, rows: int, columns: int, std: float) -> nn.Parameter:
             values = normal(f"{name}.{kind}", rows, columns, std=std, seed=seed, dtype=dtype)
