@@ -239,6 +239,11 @@ def test_two_processes_never_share_a_folder(tmp_path, text_folder, capsys, monke
         (["--train.device", "cuda"], ["GPU"]),
         (["--model.vocab-size", "100"], ["vocab_size", "256", "100"]),
         (["--optimizer.lr", "inf"], ["lr must be positive, got inf"]),
+        (["--train.steps", "1" + "0" * 400], ["steps must be positive"]),
+        (["--train.batch-size", "100000000001"], ["batch_size must be at most"]),
+        (["--train.threads", "1000000"], ["train.threads 1000000", "cores"]),
+        (["--data.suffix", "**"], ["non-empty files named"]),
+        (["--run-dir", "/"], ["lies inside run_dir /"]),
     ],
 )
 def test_bad_input_is_one_clear_line_and_leaves_nothing(
@@ -358,3 +363,54 @@ def test_unknown_command_and_help(capsys) -> None:
     assert "unknown command 'fly'" in capsys.readouterr().err
     assert command([]) == 0
     assert "moe-train run" in capsys.readouterr().out
+
+
+def test_falling_back_to_an_older_checkpoint_looks_at_its_own_text(
+    tmp_path, text_folder, capsys
+) -> None:
+    run(tmp_path / "a", text_folder, **{"train.steps": 3})
+    (text_folder / "file3.py").write_text("changed\n" * 50)
+    run(tmp_path / "a", text_folder, "--data.allow-changed", "True", **{"train.steps": 3})
+    damage(tmp_path / "a", 6, "c.*")
+    capsys.readouterr()
+    refused(capsys, run(tmp_path / "a", text_folder), "the text is not the one", "SHA-256")
+
+
+def test_the_mark_of_a_lost_checkpoint_is_enough_to_refuse(tmp_path, text_folder, capsys) -> None:
+    run(tmp_path / "a", text_folder)
+    for path in (tmp_path / "a" / "checkpoints").glob("step-*"):
+        shutil.rmtree(path)
+    (tmp_path / "a" / "metrics.jsonl").unlink()
+    capsys.readouterr()
+    code = run(tmp_path / "a", text_folder)
+    assert code == 2
+    assert "no valid checkpoint is left" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ({"RANK": "1"}, "RANK must be in 0..WORLD_SIZE-1"),
+        ({"RANK": "x"}, "whole numbers"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused(
+    tmp_path, text_folder, capsys, monkeypatch, names, said
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    refused(capsys, run(tmp_path / "a", text_folder), said)
+
+
+def test_odd_names_of_files_are_text_like_any_other(tmp_path, text_folder) -> None:
+    Path(os.fsdecode(os.fsencode(text_folder) + b"/caf\xe9.py")).write_text("x = 1\n" * 50)
+    assert run(tmp_path / "a", text_folder) == 0
+
+
+def test_the_number_of_parameters_is_that_of_the_whole_model(tmp_path, text_folder, capsys) -> None:
+    run(tmp_path / "a", text_folder)
+    shapes = {name: values.shape for (name, kind), values in tensors(tmp_path / "a", 6).items()}
+    weights = sum(int(np.prod(s)) for name, s in shapes.items() if "router_bias" not in name)
+    assert f"{weights:,} parameters" in capsys.readouterr().out

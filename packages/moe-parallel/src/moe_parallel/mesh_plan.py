@@ -225,7 +225,8 @@ def _expert_errors(plan: MeshPlan) -> list[str]:
 
 
 def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    # Up to what a mesh can have; the list is for people to read.
+    return [d for d in range(1, min(number, 4096) + 1) if number % d == 0]
 
 
 def _span(numbers: Sequence[int]) -> str:

@@ -8,12 +8,18 @@ import sys
 # takes several times as long. See docs/design/2026-11-30-threads.md.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-from moe_train.cli import command
-
 
 def main() -> None:
     """Run the command line and exit."""
-    sys.exit(command(sys.argv[1:]))
+    try:
+        # Imported here: it takes seconds, in which a Ctrl-C is to be one line too.
+        from moe_train.cli import command  # noqa: PLC0415
+
+        code = command(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.stderr.write("moe-train: interrupted before it could save\n")
+        code = 130
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -52,9 +52,6 @@ def command(argv: list[str]) -> int:
             raise
         _complain(RunError(f"stopped, as another rank failed ({str(error).splitlines()[0]})"))
         return 1
-    except KeyboardInterrupt:
-        print("moe-train: interrupted; the last committed checkpoint stands", file=sys.stderr)  # noqa: T201
-        return 130
 
 
 def _run(argv: list[str]) -> int:
@@ -85,8 +82,8 @@ def _report(argv: list[str]) -> int:
 
 def _complain(error: BaseException) -> None:
     """Print an error as one line. What all ranks meet alike is told by the first of a machine."""
-    rank, local_rank, _ = rank_info()
-    if local_rank and isinstance(error, _ALIKE):
+    rank, local_rank = (os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK"))
+    if local_rank != "0" and isinstance(error, _ALIKE):
         return
-    where = f"rank {rank}: " if rank else ""
+    where = "" if rank == "0" or isinstance(error, _REFUSED) else f"rank {rank}: "
     print(f"moe-train: {where}{' '.join(str(error).split())}", file=sys.stderr)  # noqa: T201

@@ -1,13 +1,13 @@
 """What a run is made of: one frozen class for each concern, checked when it is made."""
 
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
 from typing import Literal
 
 from moe_train.errors import RunError
 
 NUM_BYTES = 256
+MAX_BATCH = 1 << 20
 
 
 def _require(condition: bool, message: str) -> None:
@@ -17,12 +17,20 @@ def _require(condition: bool, message: str) -> None:
 
 def _require_positive(**values: float) -> None:
     for name, value in values.items():
-        _require(value > 0 and isfinite(value), f"{name} must be positive, got {value}")
+        _require(value > 0 and _is_finite(value), f"{name} must be positive, got {value}")
 
 
 def _require_no_less_than_zero(**values: float) -> None:
     for name, value in values.items():
-        _require(value >= 0 and isfinite(value), f"{name} must be 0 or more, got {value}")
+        _require(value >= 0 and _is_finite(value), f"{name} must be 0 or more, got {value}")
+
+
+def _is_text(name: str) -> bool:
+    return name.encode(errors="surrogateescape") == name.encode(errors="replace")
+
+
+def _is_finite(value: float) -> bool:
+    return -1e18 < value < 1e18  # beyond, whole numbers no longer fit into 64 bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,6 +232,10 @@ class TrainConfig:
             steps=self.steps, batch_size=self.batch_size, keep=self.keep,
             log_every=self.log_every, eval_sequences=self.eval_sequences,
         )  # fmt: skip
+        _require(
+            self.batch_size <= MAX_BATCH,
+            f"batch_size must be at most {MAX_BATCH}, got {self.batch_size}",
+        )
         _require_no_less_than_zero(
             microbatch_size=self.microbatch_size, eval_every=self.eval_every,
             save_every=self.save_every, sample_bytes=self.sample_bytes, threads=self.threads,
@@ -256,6 +268,11 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _require_positive(nproc=self.nproc)
+        for name, path in (("run_dir", self.run_dir), ("data.path", self.data.path)):
+            _require(
+                path is None or _is_text(str(path)),
+                f"{name} {str(path)!r} is not UTF-8, as files that name it must be",
+            )
         _require(
             self.model.vocab_size >= NUM_BYTES,
             f"model.vocab_size must be at least {NUM_BYTES}, as text is read as bytes, got "
@@ -270,7 +287,7 @@ class RunConfig:
         """
         batch, micro = self.train.batch_size, self.train.microbatch_size
         if batch % dp:
-            usable = [d for d in range(1, batch + 1) if batch % d == 0]
+            usable = [d for d in range(1, min(batch, 1024) + 1) if batch % d == 0]
             raise RunError(
                 f"train.batch_size {batch} cannot be divided among {dp} ranks; usable ranks: "
                 f"{usable}"

@@ -5,6 +5,7 @@ that of the hash of their names, so the split depends on nothing but the names.
 """
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -51,17 +52,22 @@ def load_corpus(path: Path | None, suffix: str, exclude: Path | None = None) -> 
         exclude: A folder whose files are not text, such as that of the run itself.
 
     Raises:
-        CorpusError: If the folder is missing or holds fewer than two such files with text.
+        CorpusError: If the folder is missing, holds fewer than two such files with text, or is
+            part of ``exclude``.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if path is None else path
     if not root.is_dir():
         raise CorpusError(f"data.path {root} is not a folder")
     skipped = _SKIPPED_FOLDERS if path is None else set()
+    inside = "" if exclude is None else os.path.join(os.path.realpath(exclude), "")
+    if inside and os.path.join(os.path.realpath(root), "").startswith(inside):
+        raise CorpusError(f"the text in {root} lies inside run_dir {exclude}; set another run_dir")
     names = sorted(
         file.relative_to(root).as_posix()
-        for file in root.rglob(f"*{suffix}")
-        if file.is_file() and not skipped & set(file.relative_to(root).parts)
-        if exclude is None or exclude.resolve() not in file.resolve().parents
+        for file in root.rglob("*")
+        if file.name.endswith(suffix) and file.is_file()
+        if not skipped & set(file.relative_to(root).parts)
+        if not inside or not os.path.realpath(file).startswith(inside)
     )
     texts = {name: (root / name).read_bytes() for name in names}
     texts = {name: text for name, text in texts.items() if text}
@@ -72,8 +78,8 @@ def load_corpus(path: Path | None, suffix: str, exclude: Path | None = None) -> 
         )
     digest = hashlib.sha256()
     for name, text in texts.items():
-        digest.update(f"{name}\0{len(text)}\0".encode() + text)
-    shuffled = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).digest())
+        digest.update(os.fsencode(name) + f"\0{len(text)}\0".encode() + text)
+    shuffled = sorted(texts, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
     num_held_out = max(1, len(shuffled) * HELD_OUT_PERCENT // 100)
     train, held_out = shuffled[:-num_held_out], shuffled[-num_held_out:]
     return Corpus(

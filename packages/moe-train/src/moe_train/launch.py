@@ -32,6 +32,9 @@ _TRAMPOLINE = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
 )
+ONE_REQUEST = 1.0
+"""Seconds within which further signals belong to the first: who starts a run with another program,
+such as ``uv run``, gets a signal to the whole group twice, once through that program."""
 _EXPLAINED = (2,)  # a refusal, of which the worker itself has said why
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -117,6 +120,7 @@ class _Stop:
         self.exits: queue.SimpleQueue[_Exit] = queue.SimpleQueue()
         self.workers: list[subprocess.Popen[bytes]] = []
         self.signal: int | None = None
+        self._asked = 0.0
         self._waits: list[threading.Thread] = []
 
     def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
@@ -137,9 +141,9 @@ class _Stop:
     def ask(self, number: int, _: FrameType | None = None) -> None:
         """Handle a signal to the parent: the first asks every worker to leave, the next kills."""
         if self.signal is None:
-            self.signal = number
+            self.signal, self._asked = number, time.monotonic()
             self.terminate()
-        else:
+        elif time.monotonic() - self._asked > ONE_REQUEST:
             self.kill()
 
     def terminate(self) -> None:
@@ -180,6 +184,8 @@ def _wait(stop: _Stop, grace: float) -> int:
     if stop.signal is not None and first.code < 0:
         name = signal.Signals(stop.signal).name
         sys.stderr.write(f"stopped by {name} before the workers had saved\n")
+        sys.stderr.flush()
+        return 128 + stop.signal
     elif first.code not in _EXPLAINED:
         sys.stderr.write(f"rank {first.rank} failed first: {_describe(first.code)}\n")
     sys.stderr.flush()

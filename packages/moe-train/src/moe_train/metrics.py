@@ -112,7 +112,8 @@ def read_metrics(path: Path) -> list[Record]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            record["kind"], record["step"]
+            if not isinstance(record["kind"], str) or not isinstance(record["step"], int):
+                raise TypeError("kind is a string and step a whole number")
         except (ValueError, TypeError, KeyError) as error:
             raise MetricsError(
                 f"{path}:{number} is not a metrics record: {line[:60]!r}; move the file away to "

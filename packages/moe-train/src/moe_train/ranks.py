@@ -28,9 +28,23 @@ class RankInfo(NamedTuple):
 
 
 def rank_info() -> RankInfo:
-    """Read what torchrun, or ``--nproc``, has put into the environment; alone without it."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    return RankInfo(*(int(os.environ.get(n, d)) for n, d in zip(names, (0, 0, 1), strict=True)))
+    """Read what torchrun, or ``--nproc``, has put into the environment; alone without it.
+
+    Raises:
+        RunError: If that makes no sense.
+    """
+    found = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    rank, local_rank, world_size = found.values()
+    try:
+        info = RankInfo(int(rank or 0), int(local_rank or 0), int(world_size or 1))
+    except ValueError as error:
+        raise RunError(f"the environment says {found}: these must be whole numbers") from error
+    if not (0 <= info.rank < info.world_size and 0 <= info.local_rank <= info.rank):
+        raise RunError(
+            f"the environment says {found}: RANK must be in 0..WORLD_SIZE-1 and LOCAL_RANK not "
+            "above it. Unset them to run alone"
+        )
+    return info
 
 
 def pick_device(config: RunConfig, info: RankInfo) -> torch.device:
@@ -43,6 +57,11 @@ def pick_device(config: RunConfig, info: RankInfo) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and gpus == 0):
         cores = len(os.sched_getaffinity(0))
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if config.train.threads > 4 * cores:
+            raise RunError(
+                f"train.threads {config.train.threads} is too much for {cores} cores; at most 4 a "
+                "core"
+            )
         torch.set_num_threads(config.train.threads or max(1, cores // local))
         return torch.device("cpu")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -56,9 +75,16 @@ def pick_device(config: RunConfig, info: RankInfo) -> torch.device:
 
 
 def join(info: RankInfo, device: torch.device) -> None:
-    """Join the other ranks, if there are any. Every later wait for them is bounded."""
+    """Join the other ranks, if there are any. Every later wait for them is bounded.
+
+    Raises:
+        RunError: If the environment does not say where they meet.
+    """
     if info.world_size == 1:
         return
     # gloo beside NCCL: checkpoints move bytes of the host.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=TIMEOUT)
+    try:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    except ValueError as error:
+        raise RunError(f"rank {info.rank} cannot join the others: {error}") from error

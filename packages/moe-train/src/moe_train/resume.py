@@ -32,7 +32,7 @@ def find_state(folder: RunFolder) -> dict[str, Any] | None:
     if found is not None:
         return dict(open_checkpoint(found.path).state)
     saved = folder.saved_steps()
-    left = sorted(path.name for path in folder.checkpoints.glob("step-*"))
+    left = sorted(path.name for path in folder.checkpoints.glob("*") if _is_evidence(path.name))
     if not saved and not left:
         return None
     raise RunError(
@@ -40,6 +40,11 @@ def find_state(folder: RunFolder) -> dict[str, Any] | None:
         f"{folder.checkpoints} (found there: {left or 'nothing'}). To begin a new run, set "
         "run_dir to another folder or remove this one"
     )
+
+
+def _is_evidence(name: str) -> bool:
+    """Tell whether a file shows that something was once committed."""
+    return name == "LATEST" or name.startswith("step-")
 
 
 def check_continuation(state: Mapping[str, Any], config: RunConfig, corpus: Corpus) -> list[str]:

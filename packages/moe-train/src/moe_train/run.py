@@ -4,7 +4,6 @@ Read ``run`` first: it is the life of a run in order. Everything that can be ref
 ``prepare``, before any work.
 """
 
-import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch
+from moe_ckpt import DamageError
 from moe_parallel import Mesh, MeshPlan, check_same, plan_mesh
 
 from moe_train.checkpoints import Checkpoints
@@ -29,7 +29,7 @@ from moe_train.report import write_report
 from moe_train.resume import check_continuation, find_state, target_step
 from moe_train.sample import generate
 from moe_train.stop import StopRequest
-from moe_train.trainer import StepResult, Trainer
+from moe_train.trainer import StepResult, Trainer, param_specs
 
 MAX_SKIPPED = 20
 """Steps in a row with a gradient that is not finite, after which a run gives up."""
@@ -46,7 +46,6 @@ class Prepared:
         held_out: Sequences to validate on.
         folder: The run's folder.
         state: State of the checkpoint to continue from, or None at the beginning.
-        changes: Settings that differ from the checkpoint's, one line each.
     """
 
     plan: MeshPlan
@@ -55,7 +54,6 @@ class Prepared:
     held_out: Sequences
     folder: RunFolder
     state: dict[str, Any] | None
-    changes: list[str]
 
 
 def prepare(config: RunConfig, world_size: int) -> Prepared:
@@ -81,8 +79,9 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
     held_out = Sequences(corpus.held_out, config.data.sequence_length)
     folder = RunFolder(config.run_dir)
     state = find_state(folder)
-    changes = [] if state is None else check_continuation(state, config, corpus)
-    return Prepared(plan, corpus, train, held_out, folder, state, changes)
+    if state is not None:
+        check_continuation(state, config, corpus)
+    return Prepared(plan, corpus, train, held_out, folder, state)
 
 
 def run(config: RunConfig, info: RankInfo) -> None:
@@ -142,6 +141,7 @@ class Job:
         self.seconds, self.tokens = 0.0, 0
         self.checkpoints = Checkpoints(self.folder, trainer, prepared.corpus)
         self.passed_over: list[str] = []
+        self.changes: list[str] = []
         # Counted on the device and read when a record is written, so that no step waits.
         self.counts = Counts(*torch.zeros(3, dtype=torch.int64, device=trainer.device))
 
@@ -168,7 +168,15 @@ class Job:
         steps = self.config.train.steps
         if self.prepared.state is None:
             return target_step(None, steps)
-        loaded = self.checkpoints.load()
+        try:
+            loaded = self.checkpoints.load()
+        except DamageError as error:
+            raise RunError(
+                f"no checkpoint in {self.folder.checkpoints} is whole: {error}. To begin a new "
+                "run, set run_dir to another folder or remove this one"
+            ) from error
+        # What was loaded may be older than what `prepare` has looked at.
+        self.changes = check_continuation(loaded.state, self.config, self.prepared.corpus)
         self.seconds, self.tokens = loaded.state["seconds"], loaded.state["tokens"]
         self.passed_over = [f"{s.path}: {s.reason}" for s in loaded.skipped]
         return target_step(loaded.state, steps)
@@ -259,8 +267,10 @@ class Job:
         references = reference_losses(corpus)
         for name, loss in references.items():
             say(f"reference: a {name} table reaches {loss:.2f} nats a byte on the held-out files")
-        masters = {s.name: s.global_shape for s in self.trainer.shards() if s.kind == "master"}
-        parameters = sum(map(math.prod, masters.values()))
+        parameters = sum(
+            spec.parameter.numel() * (mesh.ep if spec.is_expert else 1)
+            for spec in param_specs(self.trainer.model)
+        )
         say(mesh.describe() if world > 1 else f"1 rank on {self.trainer.device.type}")
         if p.state is None:
             where = f"no checkpoint in {c.run_dir}: beginning a new run of {steps} steps"
@@ -270,7 +280,7 @@ class Job:
         say(f"{parameters:,} parameters; {where}")
         for damaged in self.passed_over:
             say(f"passed over {damaged}")
-        for change in p.changes:
+        for change in self.changes:
             say(f"changed since that checkpoint: {change}")
         self.folder.write_text("config.toml", to_toml(c))
         self.folder.write_json("references.json", references)

@@ -1,6 +1,7 @@
 """Ending a run between two steps, on every rank at the same one."""
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -8,6 +9,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 from moe_parallel import Mesh
+
+from moe_train.launch import ONE_REQUEST
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -17,6 +20,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._asked, self._raised = 0.0, False
 
     @contextmanager
     def listening(self) -> Iterator["StopRequest"]:
@@ -45,6 +49,8 @@ class StopRequest:
         return bool(flag)
 
     def _ask(self, number: int, _: FrameType | None) -> None:
-        if self.signal is not None:
+        if self.signal is None:
+            self.signal, self._asked = signal.Signals(number), time.monotonic()
+        elif not self._raised and time.monotonic() - self._asked > ONE_REQUEST:
+            self._raised = True  # a third one would hit the handling of the second
             raise KeyboardInterrupt
-        self.signal = signal.Signals(number)
