@@ -3,14 +3,18 @@
 from moe_kernels.routing.balance import balance_loss, count_experts, update_bias, z_loss
 from moe_kernels.routing.choice import Routing, route
 from moe_kernels.routing.groups import Groups, group_rows
+from moe_kernels.routing.tiles import Tiles, group_rows_and_tiles, tile_rows
 
 __all__ = [
     "Groups",
     "Routing",
+    "Tiles",
     "balance_loss",
     "count_experts",
     "group_rows",
+    "group_rows_and_tiles",
     "route",
+    "tile_rows",
     "update_bias",
     "z_loss",
 ]

@@ -5,6 +5,9 @@ from torch import Tensor
 
 ROUTER_DTYPES = (torch.float32, torch.float64)
 ID_DTYPES = (torch.int32, torch.int64)
+MOST_ROWS = 2**31 - 1  # rows and slots are int32
+TILE_EXPERTS = 2**12 - 1
+TILE_BLOCKS = 2**19
 
 
 def check_router_dtype(name: str, tensor: Tensor) -> None:
@@ -82,6 +85,8 @@ def check_ids(expert_TK: Tensor, num_experts: int) -> None:
         raise TypeError(f"expert_TK must be int32 or int64, got {expert_TK.dtype}")
     if num_experts < 1:
         raise ValueError(f"num_experts must be at least 1, got {num_experts}")
+    if expert_TK.numel() > MOST_ROWS:
+        raise ValueError(f"expert_TK must hold fewer than 2**31 ids, got {expert_TK.numel()}")
     readable = type(expert_TK) is Tensor and expert_TK.device.type == "cpu"
     if readable and not torch.compiler.is_compiling() and expert_TK.numel():
         low, high = (int(bound) for bound in torch.aminmax(expert_TK))
@@ -89,3 +94,27 @@ def check_ids(expert_TK: Tensor, num_experts: int) -> None:
             raise ValueError(
                 f"expert_TK must hold -1 (masked) or 0..{num_experts - 1}, got {low}..{high}"
             )
+
+
+def check_offsets(offsets_E1: Tensor) -> None:
+    """Raise unless the offsets are an int32 vector for at least one expert."""
+    if offsets_E1.ndim != 1 or offsets_E1.shape[0] < 2:
+        raise ValueError(
+            "offsets_E1 must have 1 axis and one entry more than there are experts, "
+            f"got shape {tuple(offsets_E1.shape)}"
+        )
+    if offsets_E1.dtype != torch.int32:
+        raise TypeError(f"offsets_E1 must be int32, got {offsets_E1.dtype}")
+
+
+def check_tiles(num_experts: int, num_rows: int, block_n: int) -> None:
+    """Raise unless an entry of a tile map can hold every expert and every block."""
+    if block_n < 1:
+        raise ValueError(f"block_n must be at least 1, got {block_n}")
+    if num_experts > TILE_EXPERTS:
+        raise ValueError(f"a tile map holds at most {TILE_EXPERTS} experts, got {num_experts}")
+    if not 0 <= num_rows <= TILE_BLOCKS * block_n:
+        raise ValueError(
+            f"a tile map holds at most 2**19 blocks of an expert: got num_rows={num_rows} for "
+            f"block_n={block_n}"
+        )
