@@ -1,5 +1,6 @@
 """FP32 checkpoints on tensorstore that know no topology."""
 
+from moe_ckpt.background import AsyncSaver
 from moe_ckpt.catalog import Catalog, Checkpoint, Skipped, find_latest, scan
 from moe_ckpt.comm import Alone, Communicator
 from moe_ckpt.errors import (
@@ -13,6 +14,7 @@ from moe_ckpt.errors import (
     DtypeMismatchError,
     ExtraTensorError,
     FormatVersionError,
+    HostMemoryError,
     MissingChunkError,
     MissingTensorError,
     NotACheckpointError,
@@ -32,10 +34,12 @@ from moe_ckpt.grid import chunk_shape
 from moe_ckpt.loader import Loaded, load
 from moe_ckpt.reader import CheckpointReader, Verified, open_checkpoint, problems, verify
 from moe_ckpt.shard import Shard
+from moe_ckpt.snapshot import HostArena, HostBuffer, Snapshot
 from moe_ckpt.writer import save
 
 __all__ = [
     "Alone",
+    "AsyncSaver",
     "Catalog",
     "Checkpoint",
     "CheckpointError",
@@ -50,6 +54,9 @@ __all__ = [
     "DtypeMismatchError",
     "ExtraTensorError",
     "FormatVersionError",
+    "HostArena",
+    "HostBuffer",
+    "HostMemoryError",
     "Loaded",
     "MissingChunkError",
     "MissingTensorError",
@@ -61,6 +68,7 @@ __all__ = [
     "Shard",
     "ShardError",
     "Skipped",
+    "Snapshot",
     "StateError",
     "StepExistsError",
     "SwappedChunkError",

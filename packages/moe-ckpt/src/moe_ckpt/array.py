@@ -132,6 +132,16 @@ class ChunkWriter:
         while self._flying:
             self._flying.pop(0)[0].result()
 
+    def drain(self) -> None:
+        """Return when nothing is being written any more, whether it succeeded or not.
+
+        After a failure: what is still in flight would read memory that the caller uses again, and
+        make files in a directory that is being deleted.
+        """
+        for future, _ in self._flying:
+            future.exception()
+        self._flying.clear()
+
 
 def stored_crc(checkpoint: Path, info: ArrayInfo, number: int) -> int:
     """Return the checksum at the end of the file of a chunk.

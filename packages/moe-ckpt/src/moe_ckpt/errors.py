@@ -23,6 +23,10 @@ class CoverageError(CheckpointError, ValueError):
     """The shards of all ranks leave out a part of a tensor, or hold a part twice."""
 
 
+class HostMemoryError(CheckpointError, MemoryError):
+    """A snapshot needs more host memory than it may take. ``details`` has nbytes and limit."""
+
+
 class StateError(CheckpointError, ValueError):
     """The state is not JSON, or has other keys on another rank."""
 

@@ -8,8 +8,8 @@ import logging
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,11 +29,26 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def sync_all(paths: Sequence[Path]) -> None:
+def sync_all(paths: Sequence[Path], at_once: int = 8) -> None:
     """Make many files or directories durable; a file system commits neighbours together."""
-    with ThreadPoolExecutor(max_workers=8) as threads:
-        for _ in threads.map(sync, paths):
-            pass
+    errors: list[BaseException] = []
+
+    def work(mine: Sequence[Path]) -> None:
+        try:
+            for path in mine:
+                sync(path)
+        except BaseException as error:
+            errors.append(error)
+
+    # Threads and no pool of them: a pool takes no work while the interpreter waits, at its end,
+    # for the thread that saves in the background.
+    threads = [threading.Thread(target=work, args=(paths[i::at_once],)) for i in range(at_once)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def write(path: Path, data: bytes, *, durable: bool = True) -> None:

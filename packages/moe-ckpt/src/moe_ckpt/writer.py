@@ -7,6 +7,7 @@ import shutil
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,46 +75,86 @@ def save(
         RankFailedError: If anything else went wrong, such as a full disk.
     """
     together = Together(comm or Alone())
-    call = together.attempt(_check_call, root, shards, step, state, keep, overwrite)
-    calls = together.agree(None if call is None else call[0])
-    _check_same(calls)
-    assert call is not None
-    views, data = call[1:]
-    arrays = plan_arrays([c["shards"] for c in calls])
-    chunks = plan_chunks(arrays, together.comm.size)
-    root, step = Path(root), calls[0]["step"]
-    with ExitStack() as stack:
-        staging = together.on_first(_open_staging, stack, root, step, arrays, overwrite)
-        # Each rank under its own root: nodes may mount one file system in different places.
-        crcs = _write(together, root / staging, views, arrays, chunks)
-        together.on_first(_commit, root, root / staging, step, _infos(arrays, crcs), data)
-        if together.comm.rank == 0 and keep is not None:
-            _retire(root, keep)
-    return step_directory(root, step)
+    call = together.attempt(_call, shards, step, state, keep, overwrite)
+    return save_views(together, root, call)
 
 
-def _check_call(
-    root: str | Path,
+@dataclass(frozen=True)
+class Call:
+    """What one rank asks to be saved.
+
+    Attributes:
+        views: What it holds.
+        step: Of the run.
+        state: Of the caller.
+        keep: How many checkpoints stay.
+        overwrite: Whether one of this step may be replaced.
+    """
+
+    views: Sequence[View]
+    step: int
+    state: Mapping[str, Any]
+    keep: int | None
+    overwrite: bool
+
+    def check(self) -> None:
+        """Raise if no rank could be asked this.
+
+        Raises:
+            RankMismatchError: If a number is too small.
+        """
+        if operator.index(self.step) < 0:
+            raise RankMismatchError(f"step must be at least 0, it is {self.step}")
+        if self.keep is not None and self.keep < 1:
+            raise RankMismatchError(f"keep must be at least 1 or None, it is {self.keep}")
+
+    def describe(self) -> dict[str, Any]:
+        """Return as JSON what the ranks have to know of each other."""
+        return {
+            "step": operator.index(self.step),
+            "keep": self.keep,
+            "overwrite": self.overwrite,
+            "state": list(self.state),
+            "shards": [view.describe() for view in self.views],
+        }
+
+
+def _call(
     shards: Iterable[Shard],
     step: int,
     state: Mapping[str, Any],
     keep: int | None,
     overwrite: bool,
-) -> tuple[dict[str, Any], list[View], bytes]:
-    step = operator.index(step)
-    if step < 0:
-        raise RankMismatchError(f"step must be at least 0, it is {step}")
-    if keep is not None and keep < 1:
-        raise RankMismatchError(f"keep must be at least 1 or None, it is {keep}")
-    views, data = [view_of(shard) for shard in shards], state_bytes(state)
-    call = {
-        "step": step,
-        "keep": keep,
-        "overwrite": overwrite,
-        "state": list(state),
-        "shards": [view.describe() for view in views],
-    }
-    return call, views, data
+) -> Call:
+    call = Call([view_of(shard) for shard in shards], step, state, keep, overwrite)
+    call.check()
+    return call
+
+
+def save_views(together: Together, root: str | Path, call: Call | None) -> Path:
+    """Save what all ranks ask for, or raise on all of them.
+
+    Args:
+        together: The ranks; this one may have failed already.
+        root: Directory of the run.
+        call: Of this rank; None if it has failed.
+    """
+    data = None if call is None else together.attempt(state_bytes, call.state)
+    calls = together.agree(None if call is None else call.describe())
+    _check_same(calls)
+    assert call is not None  # or agree would have raised
+    assert data is not None
+    arrays = plan_arrays([c["shards"] for c in calls])
+    chunks = plan_chunks(arrays, together.comm.size)
+    root, step = Path(root), calls[0]["step"]
+    with ExitStack() as stack:
+        staging = together.on_first(_open_staging, stack, root, step, arrays, call.overwrite)
+        # Each rank under its own root: nodes may mount one file system in different places.
+        crcs = _write(together, root / staging, call.views, arrays, chunks)
+        together.on_first(_commit, root, root / staging, step, _infos(arrays, crcs), data)
+        if together.comm.rank == 0 and call.keep is not None:
+            _retire(root, call.keep)
+    return step_directory(root, step)
 
 
 def _check_same(calls: Sequence[dict[str, Any]]) -> None:
@@ -219,10 +260,14 @@ def _write_round(
     mine: Sequence[ChunkPlan],
     parcels: list[memoryview],
 ) -> None:
-    for chunk in mine:
-        info = infos[chunk.array]
-        writer.write(info, chunk.number, _assemble(views, info, chunk, parcels))
-    writer.wait()
+    try:
+        for chunk in mine:
+            info = infos[chunk.array]
+            writer.write(info, chunk.number, _assemble(views, info, chunk, parcels))
+        writer.wait()
+    except BaseException:
+        writer.drain()
+        raise
 
 
 def _assemble(
