@@ -79,6 +79,10 @@ class ExtraTensorError(TensorError):
     """The checkpoint holds a tensor that no shard on any rank asks for."""
 
 
+class RenameError(TensorError, ValueError):
+    """A rule of ``rename`` cannot be followed."""
+
+
 class ShapeMismatchError(TensorError, ValueError):
     """The tensor has another shape in the checkpoint."""
 

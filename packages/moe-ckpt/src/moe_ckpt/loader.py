@@ -1,6 +1,5 @@
 """Load: find the newest sound checkpoint and read into the memory of the shards."""
 
-import fnmatch
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,14 +8,9 @@ from typing import Any
 
 from moe_ckpt.catalog import Checkpoint, Skipped, not_found, scan, step_directory
 from moe_ckpt.comm import Alone, Communicator, Together
-from moe_ckpt.errors import (
-    DamageError,
-    DtypeMismatchError,
-    ExtraTensorError,
-    RankMismatchError,
-    ShapeMismatchError,
-)
-from moe_ckpt.reader import CheckpointReader, near
+from moe_ckpt.errors import DamageError, RankMismatchError
+from moe_ckpt.reader import CheckpointReader
+from moe_ckpt.rules import Fit, Rules, fit
 from moe_ckpt.shard import Shard, View, view_of
 
 logger = logging.getLogger(__name__)
@@ -31,7 +25,12 @@ class Loaded:
         state: Saved with it.
         path: Its directory.
         skipped: Newer checkpoints that could not be used, and why.
-        bytes_read: By this rank, from the files of chunks.
+        bytes_read: By this rank, from the files of chunks, with their checksums.
+        bytes_wanted: Of the values that were put into the shards of this rank. ``bytes_read`` is
+            more by what else the same chunks hold.
+        renamed: Old and new names of the tensors that are called otherwise here.
+        missing: ``name/kind`` that were not in the checkpoint; their shards are as they were.
+        unread: ``name/kind`` in the checkpoint that no rank asked for.
     """
 
     step: int
@@ -39,6 +38,10 @@ class Loaded:
     path: Path
     skipped: tuple[Skipped, ...]
     bytes_read: int
+    bytes_wanted: int = 0
+    renamed: tuple[tuple[str, str], ...] = ()
+    missing: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 def load(
@@ -47,9 +50,11 @@ def load(
     *,
     step: int | None = None,
     comm: Communicator | None = None,
+    rename: Sequence[tuple[str, str]] = (),
+    allow_missing: Sequence[str] = (),
     allow_extra: Sequence[str] = (),
 ) -> Loaded:
-    """Read a checkpoint into the shards of all ranks, whatever the shards were that wrote it.
+    r"""Read a checkpoint into the shards of all ranks, whatever the shards were that wrote it.
 
     Every rank calls it with its own shards and the same other arguments. It reads the chunks that
     hold its shards, each once, and writes into ``shard.data`` in place. If it raises, it raises
@@ -62,9 +67,15 @@ def load(
         step: Which one. By default the newest sound one: a damaged one is skipped, which is
             logged and reported. A step asked for by number is never replaced by another.
         comm: The ranks that load together; by default this process alone.
+        rename: Pairs such as ``(r"blocks\.(\d+)\.(.*)", r"layers.\1.\2")``: a regular expression
+            for the whole name of a tensor in the checkpoint, and what it is called here. The
+            first that matches counts; one that matches nothing is an error.
+        allow_missing: Patterns such as ``"head/*"`` of tensors that need not be in the checkpoint.
+            Their shards stay as they are, which is logged and reported.
         allow_extra: Patterns such as ``"*/exp_avg*"`` of tensors that may stay unread.
 
     Raises:
+        RenameError: If a rule of ``rename`` matches nothing, or two tensors would have one name.
         CheckpointNotFound: If there is no checkpoint, or none of ``step``.
         MissingTensorError: If a shard asks for a tensor that was not saved.
         ExtraTensorError: If a tensor was saved that no rank asks for.
@@ -74,12 +85,10 @@ def load(
     """
     together = Together(comm or Alone())
     views = together.attempt(_views, into) or []
-    calls = together.agree({"step": step, "shards": [view.describe() for view in views]})
-    for rank, call in enumerate(calls):
-        if call["step"] != calls[0]["step"]:
-            raise RankMismatchError(
-                f"step is {calls[0]['step']} on rank 0 and {call['step']} on rank {rank}"
-            )
+    rules = Rules(tuple(rename), tuple(allow_missing), tuple(allow_extra))
+    call = {"step": step, "rules": rules.describe()}
+    calls = together.agree({**call, "shards": [view.describe() for view in views]})
+    _check_same(calls)
     wanted = {(name, kind) for call in calls for name, kind, *_ in call["shards"]}
     names, reasons = together.on_first(_candidates, Path(root), step)
     # Each rank under its own root: nodes may mount one file system in different places.
@@ -88,14 +97,18 @@ def load(
     for name, sha256 in names:
         path = Path(root, name)
         try:
-            reader, nbytes = _try(together, path, sha256, views, wanted, allow_extra)
+            reader, fitted, nbytes = _try(together, path, sha256, views, wanted, rules)
         except DamageError as error:
             damage.append(error)
             skipped.append(Skipped(path, f"{type(error).__name__}: {error}"))
             continue
         for item in skipped:
             logger.warning("skipped %s: %s", item.path, item.reason)
-        return Loaded(reader.step, reader.state, reader.path, tuple(skipped), nbytes)
+        if fitted.missing:
+            logger.warning("not in %s, left as they are: %s", path, ", ".join(fitted.missing))
+        loaded = sum(v.data.nbytes for v in views if (v.name, v.kind) in fitted.infos)
+        source = (reader.step, reader.state, reader.path, tuple(skipped))
+        return Loaded(*source, nbytes, loaded, fitted.renamed, fitted.missing, fitted.unread)
     for item in skipped:
         if item.path.name != names[0][0]:
             damage[0].add_note(f"damaged too: {item.path}: {item.reason}")
@@ -106,21 +119,31 @@ def _views(into: Iterable[Shard]) -> list[View]:
     return [view_of(shard, writable=True) for shard in into]
 
 
+def _check_same(calls: Sequence[dict[str, Any]]) -> None:
+    for rank, call in enumerate(calls):
+        for what in ("step", "rules"):
+            if call[what] != calls[0][what]:
+                raise RankMismatchError(
+                    f"{what} is {calls[0][what]} on rank 0 and {call[what]} on rank {rank}"
+                )
+
+
 def _try(
     together: Together,
     path: Path,
     sha256: str,
     views: Sequence[View],
     wanted: set[tuple[str, str]],
-    allow_extra: Sequence[str],
-) -> tuple[CheckpointReader, int]:
+    rules: Rules,
+) -> tuple[CheckpointReader, Fit, int]:
     """Load one checkpoint on all ranks, or raise on all; the first ``agree`` precedes any read."""
-    reader = together.attempt(_open, path, sha256, views, wanted, allow_extra)
+    opened = together.attempt(_open, path, sha256, views, wanted, rules)
     together.agree()
-    assert reader is not None  # or agree would have raised
-    nbytes = together.attempt(_read, reader, views)
+    assert opened is not None  # or agree would have raised
+    reader, fitted = opened
+    nbytes = together.attempt(_read, reader, fitted, views)
     together.agree()
-    return reader, nbytes or 0
+    return reader, fitted, nbytes or 0
 
 
 def _candidates(root: Path, step: int | None) -> tuple[list[Any], list[Any]]:
@@ -143,55 +166,23 @@ def _open(
     sha256: str,
     views: Sequence[View],
     wanted: set[tuple[str, str]],
-    allow_extra: Sequence[str],
-) -> CheckpointReader:
+    rules: Rules,
+) -> tuple[CheckpointReader, Fit]:
     reader = CheckpointReader(path)
     if reader.manifest.sha256 != sha256:
         raise RankMismatchError(
             f"{path} has manifest {sha256[:12]} on rank 0 and {reader.manifest.sha256[:12]} here: "
             "all ranks must see one file system"
         )
-    _check_fit(reader, views, wanted, allow_extra)
-    return reader
+    return reader, fit(reader, views, wanted, rules)
 
 
-def _check_fit(
-    reader: CheckpointReader,
-    views: Sequence[View],
-    wanted: set[tuple[str, str]],
-    allow_extra: Sequence[str],
-) -> None:
-    for view in views:
-        info, label = reader.info(view.name, view.kind), f"{view.name}/{view.kind}"
-        if info.grid.shape != view.shape:
-            raise ShapeMismatchError(
-                f"{label} has shape {info.grid.shape} in {reader.path} and {view.shape} here",
-                tensor=view.name,
-            )
-        if info.dtype != view.data.dtype.name:
-            raise DtypeMismatchError(
-                f"{label} is {info.dtype} in {reader.path} and {view.data.dtype} here",
-                tensor=view.name,
-            )
-    asked = {f"{name}/{kind}" for name, kind in wanted}
-    extra = [
-        label
-        for label in reader.labels()
-        if label not in asked and not any(fnmatch.fnmatchcase(label, p) for p in allow_extra)
-    ]
-    if extra:
-        more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-        raise ExtraTensorError(
-            f"{reader.path} holds {extra[0]}{more}, which no shard asks for{near(extra[0], asked)}",
-            tensors=extra,
-        )
-
-
-def _read(reader: CheckpointReader, views: Sequence[View]) -> int:
+def _read(reader: CheckpointReader, fitted: Fit, views: Sequence[View]) -> int:
     targets: dict[tuple[str, str], list[View]] = {}
     for view in views:
         targets.setdefault((view.name, view.kind), []).append(view)
     return sum(
-        reader.read_into(reader.info(*key), [(v.start, v.stop, v.data) for v in mine])
-        for key, mine in targets.items()
+        reader.read_into(info, [(v.start, v.stop, v.data) for v in targets[key]])
+        for key, info in fitted.infos.items()
+        if key in targets
     )
