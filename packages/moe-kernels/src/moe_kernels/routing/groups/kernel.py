@@ -25,8 +25,7 @@ class Blocks(NamedTuple):
         n: Slots that a program looks at together. It compares each with each.
         most: Most blocks. A block takes several steps of ``n`` slots where these were too many.
         scan: Blocks whose counts are summed together, of 8 experts.
-        num_warps: Warps of 32 threads to compare ``n`` with ``n`` slots. 128 with 4 and 256 with 8
-            compile without spilled registers; 256 with 4 does not.
+        num_warps: Warps of 32 threads to compare ``n`` with ``n`` slots.
         scan_warps: Warps to sum counts.
     """
 
@@ -106,9 +105,11 @@ def _place_block(
         slot = first_slot + step * BLOCK_N + i
         expert = _load_experts(expert_ptr, slot, N, E)
         known = expert >= 0
-        # Slots past the end look masked and come last, so they displace nobody.
-        same = (expert[:, None] == expert[None, :]) & (i[:, None] < i[None, :])
-        rank = tl.sum(same.to(tl.int32), 0)  # [BLOCK_N]
+        # Slots past the end look masked and come last, so they displace nobody. Of the same expert
+        # and before slot i are those whose key is 1 to i lower; unsigned, that is one comparison.
+        key = expert * BLOCK_N + i
+        lower = (key[None, :] - 1 - key[:, None]).to(tl.uint32, bitcast=True)
+        rank = tl.sum((lower < i[None, :].to(tl.uint32)).to(tl.int32), 0)  # [BLOCK_N]
         first_row = tl.gather(row_of_expert, tl.maximum(expert, 0), 0)
         row = rank + tl.where(known, first_row, row_of_masked)
         found = slot < N
