@@ -15,6 +15,7 @@ from moe_ckpt.errors import (
     ExtraTensorError,
     FormatVersionError,
     HostMemoryError,
+    LayoutError,
     MissingChunkError,
     MissingTensorError,
     NotACheckpointError,
@@ -32,6 +33,7 @@ from moe_ckpt.errors import (
 )
 from moe_ckpt.export import export_safetensors
 from moe_ckpt.grid import chunk_shape
+from moe_ckpt.hf import export_hf, import_hf
 from moe_ckpt.loader import Loaded, load
 from moe_ckpt.reader import CheckpointReader, Verified, open_checkpoint, problems, verify
 from moe_ckpt.shard import Shard
@@ -58,6 +60,7 @@ __all__ = [
     "HostArena",
     "HostBuffer",
     "HostMemoryError",
+    "LayoutError",
     "Loaded",
     "MissingChunkError",
     "MissingTensorError",
@@ -78,8 +81,10 @@ __all__ = [
     "TruncatedChunkError",
     "Verified",
     "chunk_shape",
+    "export_hf",
     "export_safetensors",
     "find_latest",
+    "import_hf",
     "load",
     "open_checkpoint",
     "problems",

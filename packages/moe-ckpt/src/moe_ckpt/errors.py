@@ -79,6 +79,10 @@ class ExtraTensorError(TensorError):
     """The checkpoint holds a tensor that no shard on any rank asks for."""
 
 
+class LayoutError(CheckpointError, ValueError):
+    """A model is not kept as its family keeps models, or the family is not known."""
+
+
 class RenameError(TensorError, ValueError):
     """A rule of ``rename`` cannot be followed."""
 

@@ -4,14 +4,13 @@ import os
 import uuid
 from pathlib import Path
 
-import ml_dtypes
-import numpy as np
 from safetensors.numpy import save_file
 
 from moe_ckpt import files
 from moe_ckpt.reader import open_checkpoint
+from moe_ckpt.rounding import rounded
 
-_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+_DTYPES = ("float32", "bfloat16")
 
 
 def export_safetensors(path: str | Path, out_file: str | Path, dtype: str = "float32") -> Path:
@@ -35,7 +34,7 @@ def export_safetensors(path: str | Path, out_file: str | Path, dtype: str = "flo
         raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, it is {dtype!r}")
     reader, out_file = open_checkpoint(path), Path(out_file)
     names = [name for name in reader.names if "master" in reader.kinds(name)]
-    tensors = {name: reader.read(name).astype(_DTYPES[dtype]) for name in names}
+    tensors = {name: rounded(reader.read(name), dtype) for name in names}
     partial = out_file.with_name(f".{out_file.name}.tmp-{uuid.uuid4().hex}")
     try:
         save_file(tensors, partial, metadata={"step": str(reader.step)})

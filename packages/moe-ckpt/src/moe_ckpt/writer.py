@@ -5,7 +5,7 @@ import operator
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from moe_ckpt.errors import (
 )
 from moe_ckpt.manifest import MANIFEST, sha256, small_files, state_bytes, to_json
 from moe_ckpt.plan import ArrayPlan, ChunkPlan, plan_arrays, plan_chunks, rounds
+from moe_ckpt.progress import no_progress
 from moe_ckpt.shard import Shard, View, view_of
 
 logger = logging.getLogger(__name__)
@@ -154,6 +155,55 @@ def save_views(together: Together, root: str | Path, call: Call | None) -> Path:
         together.on_first(_commit, root, root / staging, step, _infos(arrays, crcs), data)
         if together.comm.rank == 0 and call.keep is not None:
             _retire(root, call.keep)
+    return step_directory(root, step)
+
+
+def save_arrays(
+    root: str | Path,
+    arrays: Sequence[ArrayPlan],
+    produce: Callable[[ArrayPlan, int, int], np.ndarray],
+    *,
+    step: int,
+    state: Mapping[str, Any],
+    keep: int | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] = no_progress,
+) -> Path:
+    """Save what is made as it is written, a chunk at a time; one process, and no shards.
+
+    Args:
+        root: As for ``save``.
+        arrays: To save, in order of name and kind; what ranks hold of them is not looked at.
+        produce: Returns the flat elements of an array from a first one to before another.
+        step: As for ``save``.
+        state: As for ``save``.
+        keep: As for ``save``.
+        overwrite: As for ``save``.
+        progress: Is called with the bytes done and the bytes in all.
+    """
+    Call([], step, state, keep, overwrite).check()
+    root, data, infos = Path(root), state_bytes(state), _infos(arrays, {})
+    total = sum(a.grid.size * np.dtype(a.dtype).itemsize for a in arrays)
+    done, crcs = 0, {}
+    with ExitStack() as stack:
+        name = _open_staging(stack, root, step, arrays, overwrite)
+        writer = ChunkWriter(root / name)
+        try:
+            for index, array in enumerate(arrays):
+                for number in range(len(array.grid)):
+                    values = produce(array, *array.grid.run(number))
+                    writer.write(infos[index], number, values)
+                    done += values.nbytes
+                    progress(done, total)
+                writer.wait()
+                for number in range(len(array.grid)):
+                    crcs[index, number] = stored_crc(root / name, infos[index], number)
+        except BaseException:
+            writer.drain()
+            raise
+        _commit(root, root / name, step, _infos(arrays, crcs), data)
+        if keep is not None:
+            _retire(root, keep)
     return step_directory(root, step)
 
 
