@@ -19,12 +19,18 @@ class Dispatched:
             to local expert i. Starts with 0.
         weight_TK: The routing weights of this rank's own tokens, as they came in.
         plan: The rest, of the type that the dispatcher wants: its ``combine`` takes no other.
+        weight_R: The routing weight of each row of ``x_RD``, for experts that apply it
+            themselves; None from dispatchers that do not send it. Differentiable.
+        kept_TK: bool, False for routes that are masked or were dropped; None from dispatchers
+            that drop nothing.
     """
 
     x_RD: Tensor
     offsets_e1: Tensor
     weight_TK: Tensor
     plan: object
+    weight_R: Tensor | None = None
+    kept_TK: Tensor | None = None
 
 
 class Dispatcher(Protocol):

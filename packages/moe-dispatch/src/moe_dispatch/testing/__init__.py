@@ -16,7 +16,9 @@ the order of the ranks.
 
 from moe_dispatch.testing.case import DispatchCase
 from moe_dispatch.testing.laws import check_dispatcher, check_trips
+from moe_dispatch.testing.rowwise import plan_for, travel_on_threads
 from moe_dispatch.testing.strategies import dispatch_cases
+from moe_dispatch.testing.threads import run_on_threads
 from moe_dispatch.testing.trip import Trip, gain_experts, travel
 
 __all__ = [
@@ -26,5 +28,8 @@ __all__ = [
     "check_trips",
     "dispatch_cases",
     "gain_experts",
+    "plan_for",
+    "run_on_threads",
     "travel",
+    "travel_on_threads",
 ]

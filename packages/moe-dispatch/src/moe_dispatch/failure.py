@@ -1,0 +1,49 @@
+"""What is raised when a rank waits in vain."""
+
+
+class PeerError(RuntimeError):
+    """A rank did not come in time, gave up or died.
+
+    After it the channel is of no more use: close it, and open another one with the ranks that are
+    left.
+
+    Attributes:
+        rank: Who raises.
+        source: The first rank that was waited for in vain, or -1 if this rank itself gave up.
+        phase: What was waited for: ``"COUNTS"``, ``"ROWS"``, ``"ROWS_FREE"``, ``"RESULTS"``,
+            ``"RESULTS_FREE"``; ``"ABORTED"`` if this rank gave up.
+        layer: Whose exchange it was.
+        epoch: The signal that was expected.
+        seen: The last signal that was received.
+        num_late: How many ranks were late.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        source: int,
+        phase: str,
+        layer: str,
+        epoch: int,
+        seen: int,
+        num_late: int,
+        world_size: int,
+        deadline: float,
+        rows: str = "",
+        aborted: bool = False,
+    ):
+        self.rank, self.source, self.phase, self.layer = rank, source, phase, layer
+        self.epoch, self.seen, self.num_late = epoch, seen, num_late
+        where = f"{phase} of layer {layer!r}, epoch {epoch}"
+        if source < 0:
+            text = f"rank {rank} gave up"
+        elif aborted:
+            text = f"rank {rank}, {where}: rank {source} gave up; see its own error"
+        else:
+            text = (
+                f"rank {rank}, {where}: rank {source} did not come within {deadline:g} s: "
+                f"expected signal {epoch}, received {seen}"
+            )
+        if source >= 0:
+            text += f"; {world_size - num_late} of {world_size} ranks had come{rows}"
+        super().__init__(text)

@@ -1,0 +1,1 @@
+"""Kernels by which ranks agree: signals, waits, counts, places."""

@@ -1,0 +1,1 @@
+"""Kernels that carry rows between ranks and sum what comes back."""

@@ -1,0 +1,543 @@
+"""The exchanges as plain functions: rows to experts, results to owners, and both ways back.
+
+    slots = meet(channel, expert_TK)
+    x_RD, arrived = send_tokens(channel, x_TD, weight_TK, slots)
+    y_RD = your_experts(x_RD, slots.offsets_e1)
+    y_TD = bring_results(channel, y_RD, slots, arrived, weight_TK)
+
+and backward, with nothing but what the first pass returned::
+
+    dy_RD, dweight_R = send_gradients(channel, dy_TD, y_RD, slots, arrived)
+    dx_RD = your_experts_backward(dy_RD)
+    dx_TD, dweight_TK = bring_gradients(channel, dx_RD, dweight_R, slots, arrived)
+
+Every rank makes the same calls in the same order. No call waits for the GPU.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from moe_kernels import dequantize, group_rows, quantize
+from moe_kernels.mxfp8 import MXTensor
+from torch import Tensor
+
+from moe_dispatch.plan import MX_BLOCK
+from moe_dispatch.rowwise.channel import Channel
+from moe_dispatch.rowwise.protocol import Clock, Op
+from moe_dispatch.rowwise.slots import Arrived, Slots, first_of_rank
+
+_TRITON = {torch.float64: tl.float64, torch.float32: tl.float32}
+MAX_BLOCK = 2048
+"""Columns that a program moves at once."""
+
+
+def meet(channel: Channel, expert_TK: Tensor, gradient: bool = False) -> Slots:
+    """Tell every rank how many rows come, and learn where this rank's rows go.
+
+    Begins an exchange: ``send_tokens`` must follow.
+
+    Args:
+        channel: The exchange.
+        expert_TK: int32, -1 for masked routes. Any other id is masked, and counted: all ranks
+            then raise, on a CPU from ``send_tokens`` and on a GPU from a later call.
+        gradient: Whether backward will come; all ranks must say the same.
+
+    Returns:
+        The places.
+    """
+    plan, agree = channel.plan, channel.agree
+    E, W, e = plan.num_experts, plan.world_size, plan.e
+    T, K = expert_TK.shape
+    bad_TK = (expert_TK < -1) | (expert_TK >= E)
+    expert_TK = expert_TK.masked_fill(bad_TK, -1).contiguous()
+    groups = group_rows(expert_TK, E)
+    told_M = expert_TK.new_zeros(plan.told)
+    torch.sub(groups.offsets_E1[1:], groups.offsets_E1[:-1], out=told_M[:E])
+    told_M[E + W] = bad_TK.sum()
+    told_M[E + W + 1] = 2 if gradient else 1
+    ranks_TK = first_TK = before_TW = None
+    if plan.dedup:
+        ranks_TK = torch.where(expert_TK < 0, -1, expert_TK.div(e, rounding_mode="floor"))
+        first_TK, before_TW = first_of_rank(ranks_TK, W)
+        told_M[E : E + W] = before_TW[-1]
+    first_E, kept_E = expert_TK.new_empty(E), expert_TK.new_empty(E)
+    offsets_e1, place_W1 = expert_TK.new_empty(e + 1), expert_TK.new_empty(W + 1)
+    bounded = plan.overflow != "exact"
+
+    def tell() -> None:
+        channel.launch(
+            agree.tell_counts_kernel, (W,), channel.heap.bases_W, channel.state, told_M,
+            channel.at("counts"), channel.rank,
+            W=W, M=plan.told, BLOCK_M=triton.next_power_of_2(plan.told),
+        )  # fmt: skip
+        if channel.remote is not None:
+            channel.remote.tell_counts(told_M)
+
+    def place() -> None:
+        channel.launch(
+            agree.plan_kernel, (W,), channel.views["counts"], channel.state, first_E, kept_E,
+            offsets_e1, place_W1, channel.rank, plan.capacity,
+            W=W, E_OF_RANK=e, M=plan.told, BLOCK_W=triton.next_power_of_2(W),
+            BLOCK_E=triton.next_power_of_2(e), BOUNDED=bounded,
+            DROPS=plan.overflow == "capacity",
+        )  # fmt: skip
+
+    channel.run(channel.steps.MEET, Clock.PUTS, {Op.TELL_COUNTS: tell, Op.PLAN: place})
+    rank_TK, row_TK = torch.empty_like(expert_TK), torch.empty_like(expert_TK)
+    block = 32 if channel.interpreted else 1024
+    channel.launch(
+        agree.slots_kernel, (triton.cdiv(T * K, block),), expert_TK, groups.row_of_slot_TK,
+        groups.offsets_E1, first_E, kept_E, rank_TK, row_TK, T * K, plan.capacity,
+        E=E, E_OF_RANK=e, BLOCK=block,
+    )  # fmt: skip
+    epoch = channel.epochs[Clock.PUTS]
+    if ranks_TK is None or first_TK is None or before_TW is None:
+        return Slots(rank_TK, row_TK, rank_TK, row_TK, offsets_e1, offsets_e1[-1:], epoch)
+    # A token whose routes to a rank were all dropped still travels, as the others count on it.
+    column_TK = ranks_TK.clamp(min=0).long()
+    place_TK = (place_W1[:-1] + before_TW[:-1]).gather(1, column_TK)
+    inside_TK = (ranks_TK >= 0) & (place_TK >= 0) & (place_TK < plan.num_places)
+    inside_TK &= channel.state[agree.FAILED.value] == 0
+    return Slots(
+        rank_TK,
+        row_TK,
+        torch.where(first_TK & inside_TK, ranks_TK, -1).to(torch.int32),
+        torch.where(inside_TK, place_TK, -1).to(torch.int32),
+        offsets_e1,
+        place_W1[-1:].clamp(max=plan.num_places),
+        epoch,
+    )
+
+
+def send_tokens(
+    channel: Channel, x_TD: Tensor, weight_TK: Tensor, slots: Slots, copy: bool = True
+) -> tuple[Tensor, Arrived]:
+    """Store each token once for each of its experts, and take what the others stored.
+
+    Args:
+        channel: The exchange.
+        x_TD: Tokens, contiguous.
+        weight_TK: Their routing weights, which travel along.
+        slots: From ``meet``.
+        copy: Whether rows are copied out of the receive buffer. If not, ``x_RD`` is the buffer
+            itself and stays as it is until ``release``; two dispatches may be so at once. A
+            token that arrives for several experts (dedup) or in MXFP8 is always copied.
+
+    Returns:
+        ``x_RD``, the rows of this rank's experts, zeros past the last; and what came with them.
+    """
+    plan = channel.plan
+    weight_TK = weight_TK.detach().to(plan.wide).contiguous()
+    sent_TN = _pack(channel, x_TD)
+    direct = channel.direct
+    x_RD = sent_TN.new_empty(plan.capacity, sent_TN.shape[1])
+    weight_R = weight_TK.new_zeros(plan.capacity)  # past the last row nobody writes
+
+    def put() -> None:
+        _put(channel, sent_TN, slots, weight_TK, x_RD, weight_R)
+
+    copy = copy or direct or plan.dedup or plan.wire != "plain"
+    channel.run(channel.steps.PUT, Clock.PUTS, {Op.PUT_ROWS: put})
+    none = slots.places_1.new_empty(0)
+    row_PK = channel.of_epoch("row", Clock.PUTS) if plan.dedup else none
+    weight_PK = channel.of_epoch("weight", Clock.PUTS) if plan.dedup else weight_TK.new_empty(0)
+    origin_P = channel.of_epoch("origin", Clock.PUTS) if plan.combine == "push" else none
+    arrived = Arrived(weight_R, row_PK, weight_PK, origin_P)
+
+    def take() -> None:
+        if plan.dedup:
+            _expand(channel, x_RD, slots, arrived)
+        else:
+            _take(channel, x_RD, weight_R, slots)
+
+    if copy:
+        channel.run(channel.steps.TAKE, Clock.PUTS, {Op.TAKE_ROWS: take})
+        channel.run(channel.steps.FREE_ROWS, Clock.PUTS)
+        channel.note()
+        return _unpack(channel, x_RD), arrived
+    channel.held.append(slots.epoch)
+    x_RD = _buffer(channel)
+    rows_PB, n = _typed_rows(channel, "rows", plan.dtype), plan.dim
+    channel.launch(
+        channel.carry.clear_tail_kernel, (plan.capacity,), rows_PB, channel.state, slots.count_1,
+        rows_PB.stride(0), int(Clock.PUTS), N=n, ROW_STRIDE=rows_PB.stride(1), BLOCK=_block(n),
+    )  # fmt: skip
+    arrived = arrived._replace(weight_R=channel.of_epoch("weight", Clock.PUTS)[:, 0])
+    channel.note()
+    return x_RD, arrived
+
+
+def release(channel: Channel, slots: Slots) -> None:
+    """Let the others have the receive buffer of a dispatch that was not copied.
+
+    Raises:
+        RuntimeError: If an earlier dispatch is not released yet: the signal would free both.
+    """
+    if slots.epoch not in channel.held:
+        return
+    if channel.held[0] != slots.epoch:
+        raise RuntimeError(
+            f"dispatches without a copy must be combined in their order: "
+            f"epoch {channel.held[0]} comes before {slots.epoch}"
+        )
+    channel.held.remove(slots.epoch)
+    back = channel.epochs[Clock.PUTS] - slots.epoch
+    channel.run(channel.steps.FREE_ROWS, Clock.PUTS, back=back)
+
+
+def bring_results(
+    channel: Channel,
+    y_RD: Tensor,
+    slots: Slots,
+    arrived: Arrived,
+    weight_TK: Tensor | None,
+) -> Tensor:
+    """Bring results to their owners, who sum those of each token in the order of k.
+
+    Args:
+        channel: The exchange.
+        y_RD: One result for each row, contiguous.
+        slots: From ``meet``.
+        arrived: From ``send_tokens``.
+        weight_TK: Routing weights, or None if the experts have applied ``arrived.weight_R``.
+
+    Returns:
+        ``y_TD``. With dedup a rank's results for a token are summed there first, weighted, and
+        rounded to the dtype of the rows once more.
+    """
+    y_TD, _ = _bring(channel, y_RD, None, slots, arrived, weight_TK)
+    return y_TD
+
+
+def send_gradients(
+    channel: Channel, dy_TD: Tensor, y_RD: Tensor | None, slots: Slots, arrived: Arrived
+) -> tuple[Tensor, Tensor]:
+    """Send the gradient of each token to its experts, at the places of the tokens.
+
+    Args:
+        channel: The exchange.
+        dy_TD: Gradient of the result of ``bring_results``, contiguous.
+        y_RD: What ``bring_results`` was given; None if the experts apply the weights.
+        slots: From ``meet``.
+        arrived: From ``send_tokens``.
+
+    Returns:
+        The gradients of ``y_RD`` and of ``arrived.weight_R`` (zeros without ``y_RD``).
+    """
+    plan = channel.plan
+    dy_RD = dy_TD.new_empty(plan.capacity, plan.dim)
+    dweight_R = torch.zeros_like(arrived.weight_R)
+
+    landed_RD = torch.empty_like(dy_RD) if channel.direct and y_RD is not None else dy_RD
+
+    def put() -> None:
+        _put(channel, dy_TD, slots, None, landed_RD, arrived.weight_R)
+
+    def take() -> None:
+        if plan.dedup:
+            _expand(channel, dy_RD, slots, arrived, y_RD, dweight_R)
+        else:
+            _take(channel, dy_RD, arrived.weight_R, slots, y_RD, dweight_R, landed_RD)
+
+    steps = channel.steps
+    channel.run(
+        (*steps.MEET_AGAIN, *steps.PUT, *steps.TAKE, *steps.FREE_ROWS),
+        Clock.PUTS,
+        {Op.PUT_ROWS: put, Op.TAKE_ROWS: take},
+    )
+    return dy_RD, dweight_R
+
+
+def bring_gradients(
+    channel: Channel, dx_RD: Tensor, dweight_R: Tensor, slots: Slots, arrived: Arrived
+) -> tuple[Tensor, Tensor]:
+    """Bring the gradients of the rows home, summed over k, and one scalar for each route.
+
+    Args:
+        channel: The exchange.
+        dx_RD: Gradient of the rows, contiguous.
+        dweight_R: Gradient of ``arrived.weight_R``.
+        slots: From ``meet``.
+        arrived: From ``send_tokens``.
+
+    Returns:
+        ``dx_TD`` and ``dweight_TK``, zero for routes that went nowhere.
+    """
+    dx_TD, dweight_TK = _bring(channel, dx_RD, dweight_R, slots, arrived, None)
+    assert dweight_TK is not None, "scalars were given"
+    return dx_TD, dweight_TK
+
+
+def _put(
+    channel: Channel,
+    x_TN: Tensor,
+    slots: Slots,
+    weight_TK: Tensor | None,
+    direct_RN: Tensor,
+    direct_weight_R: Tensor,
+) -> None:
+    plan = channel.plan
+    T, N = x_TN.shape
+    K = plan.top_k
+    block = _block(N)
+    meta = direct_weight_R if weight_TK is None else weight_TK
+    args = (
+        channel.heap.bases_W, channel.state, x_TN, meta, slots.to_TK, slots.place_TK,
+        slots.rank_TK, slots.row_TK, direct_RN, direct_weight_R, int(Clock.PUTS),
+        channel.at("rows"), channel.size("rows"), channel.at("weight"), channel.size("weight"),
+        channel.at("row"), channel.size("row"), channel.at("origin"), channel.size("origin"),
+        channel.rank * plan.max_tokens * K,
+    )  # fmt: skip
+    channel.launch(
+        channel.carry.put_rows_kernel, (T, triton.cdiv(N, block)), *args,
+        N=N, ROW_BYTES=plan.row_bytes, K=K, BLOCK=block, BLOCK_K=triton.next_power_of_2(K),
+        META=weight_TK is not None, DEDUP=plan.dedup, PUSHED=plan.combine == "push",
+        DIRECT=channel.direct,
+    )  # fmt: skip
+    if channel.remote is not None:
+        channel.remote.put_rows(x_TN, slots, weight_TK)
+
+
+def _take(
+    channel: Channel,
+    out_RN: Tensor,
+    weight_R: Tensor,
+    slots: Slots,
+    y_RD: Tensor | None = None,
+    dweight_R: Tensor | None = None,
+    landed_RN: Tensor | None = None,
+) -> None:
+    """Copy rows out of the buffer; forward with their weights, backward maybe scaled by them."""
+    plan = channel.plan
+    C, N = out_RN.shape
+    backward = dweight_R is not None
+    scaled = y_RD is not None
+    if channel.direct:
+        rows_PB = out_RN if landed_RN is None else landed_RN
+        stride, size = N, 0
+        if not scaled:  # the rows are where they belong; those past the last are not
+            channel.launch(
+                channel.carry.clear_tail_kernel, (C,), rows_PB, channel.state, slots.count_1,
+                0, int(Clock.PUTS), N=N, ROW_STRIDE=N, BLOCK=_block(N),
+            )  # fmt: skip
+            return
+    else:
+        buffer = _typed_rows(channel, "rows", out_RN.dtype)
+        rows_PB, stride, size = buffer, buffer.stride(1), buffer.stride(0)
+    weights = weight_R if backward else channel.views["weight"]
+    channel.launch(
+        channel.carry.take_rows_kernel, (C,), rows_PB, weights, channel.state, slots.count_1,
+        out_RN if y_RD is None else y_RD, out_RN, weight_R,
+        weight_R if dweight_R is None else dweight_R,
+        size, plan.num_places, int(Clock.PUTS),
+        N=N, ROW_STRIDE=stride, BLOCK=_block(N), META=not backward, SCALED=scaled,
+        ACC=_TRITON[plan.wide], DIRECT=channel.direct, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _expand(
+    channel: Channel,
+    out_RN: Tensor,
+    slots: Slots,
+    arrived: Arrived,
+    y_RD: Tensor | None = None,
+    dweight_R: Tensor | None = None,
+) -> None:
+    """Copy each arrived token to the rows that it stands for."""
+    plan = channel.plan
+    C, N = out_RN.shape
+    rows_PB = _typed_rows(channel, "rows", out_RN.dtype)
+    backward = dweight_R is not None
+    channel.launch(
+        channel.carry.expand_rows_kernel, (max(plan.num_places, C),), rows_PB, arrived.row_PK,
+        arrived.weight_PK, channel.state, slots.places_1, slots.count_1,
+        out_RN if y_RD is None else y_RD, out_RN, arrived.weight_R,
+        arrived.weight_R if dweight_R is None else dweight_R,
+        rows_PB.stride(0), int(Clock.PUTS), C,
+        N=N, ROW_STRIDE=rows_PB.stride(1), K=plan.top_k, BLOCK=_block(N), META=not backward,
+        SCALED=y_RD is not None, ACC=_TRITON[plan.wide], enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _bring(
+    channel: Channel,
+    y_RD: Tensor,
+    scalar_R: Tensor | None,
+    slots: Slots,
+    arrived: Arrived,
+    weight_TK: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run one exchange of results, with a scalar for each route if there are scalars."""
+    plan, steps = channel.plan, channel.steps
+    T = slots.rank_TK.shape[0]
+    out_TD = y_RD.new_empty(T, plan.dim)
+    out_scalar_TK = None
+    if scalar_R is not None:
+        out_scalar_TK = scalar_R.new_empty(T, plan.top_k, dtype=plan.weight_dtype)
+    weighted = weight_TK is not None
+
+    def give() -> None:
+        if plan.dedup:
+            _reduce(channel, y_RD, scalar_R, slots, arrived, weighted, None)
+        elif not channel.direct:
+            _give(channel, y_RD, scalar_R, slots)
+
+    def push() -> None:
+        if not plan.dedup:
+            _push(channel, y_RD, scalar_R, slots, arrived)
+            return
+        sums_PD = y_RD.new_empty(plan.num_places, plan.dim)
+        scalar_PK = None if scalar_R is None else scalar_R.new_empty(plan.num_places, plan.top_k)
+        _reduce(channel, y_RD, scalar_R, slots, arrived, weighted, (sums_PD, scalar_PK))
+        _push(channel, sums_PD, scalar_PK, slots, arrived)
+
+    def fetch() -> None:
+        _pull(channel, y_RD, scalar_R, slots, weight_TK, out_TD, out_scalar_TK)
+
+    exchange = steps.PUSH if plan.combine == "push" else steps.PULL
+    channel.run(
+        exchange,
+        Clock.RETURNS,
+        {
+            Op.GIVE_RESULTS: give,
+            Op.PUSH_RESULTS: push,
+            Op.PULL_RESULTS: fetch,
+            Op.SUM_RESULTS: fetch,
+        },
+    )
+    channel.note()
+    return out_TD, out_scalar_TK
+
+
+def _give(channel: Channel, y_RD: Tensor, scalar_R: Tensor | None, slots: Slots) -> None:
+    plan = channel.plan
+    results = _typed_rows(channel, "results", y_RD.dtype)
+    scalars = channel.views["scalars"]
+    channel.launch(
+        channel.carry.give_rows_kernel, (plan.capacity,), y_RD,
+        scalars if scalar_R is None else scalar_R, channel.state, slots.count_1, results, scalars,
+        results.stride(0), scalars.stride(0), int(Clock.RETURNS),
+        N=plan.dim, ROW_STRIDE=results.stride(1), BLOCK=_block(plan.dim),
+        SCALARS=scalar_R is not None,
+    )  # fmt: skip
+
+
+def _push(
+    channel: Channel, y_PD: Tensor, scalar_P: Tensor | None, slots: Slots, arrived: Arrived
+) -> None:
+    plan = channel.plan
+    channel.launch(
+        channel.carry.push_rows_kernel, (plan.num_places,), channel.heap.bases_W, channel.state,
+        y_PD, y_PD if scalar_P is None else scalar_P, arrived.origin_P, arrived.row_PK,
+        slots.places_1, channel.at("results"), channel.size("results"), channel.at("scalars"),
+        channel.size("scalars"), plan.max_tokens * plan.top_k, int(Clock.RETURNS),
+        N=plan.dim, ROW_BYTES=plan.row_bytes, K=plan.top_k, BLOCK=_block(plan.dim),
+        SCALARS=scalar_P is not None, DEDUP=plan.dedup,
+    )  # fmt: skip
+
+
+def _reduce(
+    channel: Channel,
+    y_RD: Tensor,
+    scalar_R: Tensor | None,
+    slots: Slots,
+    arrived: Arrived,
+    weighted: bool,
+    into: tuple[Tensor, Tensor | None] | None,
+) -> None:
+    """Sum the results of each arrived token, into its place of the buffer or into a tensor."""
+    plan = channel.plan
+    results = _typed_rows(channel, "results", y_RD.dtype)
+    scalars = channel.views["scalars"]
+    size, stride, scalars_size = results.stride(0), results.stride(1), scalars.stride(0)
+    if into is not None:
+        results, scalars = into[0], scalars if into[1] is None else into[1]
+        size, stride, scalars_size = 0, plan.dim, 0
+    channel.launch(
+        channel.carry.reduce_rows_kernel, (plan.num_places,), y_RD,
+        arrived.weight_R if scalar_R is None else scalar_R, arrived.row_PK, arrived.weight_PK,
+        channel.state, slots.places_1, results, scalars, size, scalars_size, int(Clock.RETURNS),
+        plan.capacity,
+        N=plan.dim, OUT_STRIDE=stride, K=plan.top_k, BLOCK=_block(plan.dim), WEIGHTED=weighted,
+        SCALARS=scalar_R is not None, ACC=_TRITON[plan.wide], enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _pull(
+    channel: Channel,
+    y_RD: Tensor,
+    scalar_R: Tensor | None,
+    slots: Slots,
+    weight_TK: Tensor | None,
+    out_TD: Tensor,
+    out_scalar_TK: Tensor | None,
+) -> None:
+    plan = channel.plan
+    T, block = out_TD.shape[0], _block(plan.dim)
+    weighted = weight_TK is not None and not plan.dedup
+    # Gradients are summed in float64 for float64 rows alone, results also for such weights.
+    rows_wide = torch.float64 if plan.dtype == torch.float64 else torch.float32
+    acc = plan.wide if weight_TK is not None else rows_wide
+    if channel.remote is not None and plan.combine == "pull":
+        channel.remote.fetch_rows(slots, out_TD, scalar_R)
+    channel.launch(
+        channel.carry.pull_rows_kernel, (T, triton.cdiv(plan.dim, block)), channel.heap.bases_W,
+        channel.state, slots.rank_TK if weight_TK is None else weight_TK.contiguous(),
+        slots.to_TK, slots.place_TK, slots.rank_TK, out_TD,
+        out_TD if out_scalar_TK is None else out_scalar_TK,
+        y_RD, y_RD if scalar_R is None else scalar_R,
+        channel.at("results"), channel.size("results"), channel.at("scalars"),
+        channel.size("scalars"), int(Clock.RETURNS), channel.rank,
+        N=plan.dim, ROW_BYTES=plan.row_bytes, K=plan.top_k, BLOCK=block, WEIGHTED=weighted,
+        SCALARS=out_scalar_TK is not None, DEDUP=plan.dedup, PUSHED=plan.combine == "push",
+        DIRECT=channel.direct, ACC=_TRITON[acc], WIDE=_TRITON[plan.wide], enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _pack(channel: Channel, x_TD: Tensor) -> Tensor:
+    """Return the tokens as they travel: as they are, or float8 and scales side by side."""
+    plan = channel.plan
+    if plan.wire == "plain":
+        return x_TD
+    x = quantize(x_TD)
+    parts = [x.data_ND.view(torch.uint8), x.scale_NB]
+    spare = plan.wire_bytes - plan.dim - plan.dim // MX_BLOCK
+    parts.append(x.scale_NB.new_zeros(len(x_TD), spare))
+    return torch.cat(parts, dim=1).view(torch.int32)
+
+
+def _unpack(channel: Channel, sent_RN: Tensor) -> Tensor:
+    """Return rows in the dtype of the plan."""
+    plan = channel.plan
+    if plan.wire == "plain":
+        return sent_RN
+    bytes_RN = sent_RN.view(torch.uint8)
+    data_RD = bytes_RN[:, : plan.dim].contiguous().view(torch.float8_e4m3fn)
+    scale_RB = bytes_RN[:, plan.dim : plan.dim + plan.dim // MX_BLOCK].contiguous()
+    return dequantize(MXTensor(data_RD, scale_RB)).to(plan.dtype)
+
+
+def _typed_rows(channel: Channel, name: str, dtype: torch.dtype) -> Tensor:
+    """Return ``[2, P, row_bytes / itemsize]`` over the rows of a buffer."""
+    return channel.views[name].view(dtype)
+
+
+def _buffer(channel: Channel) -> Tensor:
+    """Return the rows of the receive buffer of the present epoch, as the host counts."""
+    plan = channel.plan
+    half = channel.steps.parity(channel.epochs[Clock.PUTS])
+    return _typed_rows(channel, "rows", plan.dtype)[half, : plan.capacity, : plan.dim]
+
+
+def _block(columns: int) -> int:
+    return min(MAX_BLOCK, max(16, triton.next_power_of_2(columns)))
+
+
+__all__ = [
+    "bring_gradients",
+    "bring_results",
+    "meet",
+    "release",
+    "send_gradients",
+    "send_tokens",
+]

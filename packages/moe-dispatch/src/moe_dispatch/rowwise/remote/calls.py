@@ -1,0 +1,4 @@
+class Remote:
+    @classmethod
+    def of(cls, channel):
+        return None
