@@ -21,7 +21,7 @@ def members(group, world_size, pp, ep, whole):
     plan = plan_mesh(world_size, pp=pp, ep=ep)
     mesh = create_mesh(plan, group=None if whole else group)
     found = {}
-    for view in ("world", "dp", "ep", "edp"):
+    for view in ("world", "dp", "ep", "edp", "pp"):
         bits = torch.tensor(1 << mesh.rank)
         dist.all_reduce(bits, group=getattr(mesh, f"{view}_group"))
         found[view] = tuple(r for r in range(8) if int(bits) >> r & 1)
@@ -40,7 +40,7 @@ def test_groups_hold_exactly_the_planned_ranks(pool, world_size, pp, ep) -> None
             assert coordinates[:3] == plan.coordinates(rank)
             assert coordinates[3] == found["dp"].index(rank)
             assert found["world"] == tuple(range(world_size))
-            for view in ("dp", "ep", "edp"):
+            for view in ("dp", "ep", "edp", "pp"):
                 (want,) = (g for g in getattr(plan, f"{view}_groups")() if rank in g)
                 assert found[view] == want
 
@@ -66,7 +66,7 @@ def test_a_world_of_another_size_and_a_wrong_rank_are_refused(pool) -> None:
 def test_one_rank_needs_no_process_group() -> None:
     mesh = Mesh.create(plan_mesh(1, num_experts=8), rank=0)
     assert (mesh.rank, mesh.dp_rank, mesh.ep_rank, mesh.edp_rank, mesh.pp_rank) == (0,) * 5
-    assert {mesh.world_group, mesh.dp_group, mesh.ep_group, mesh.edp_group} == {None}
+    assert {mesh.world_group, mesh.dp_group, mesh.ep_group, mesh.edp_group, mesh.pp_group} == {None}
     with pytest.raises(MeshError, match=re.escape("rank must be in 0..0, got 1")):
         Mesh.create(plan_mesh(1), rank=1)
 

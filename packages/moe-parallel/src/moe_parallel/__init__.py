@@ -4,23 +4,47 @@ Suffixes of tensors: P elements of a padded bucket, S = P / W elements of one ra
 N elements of any vector.
 """
 
+from moe_parallel.deferral import WeightGradient, sink_of
+from moe_parallel.gradients import Gradients, GradientTarget
 from moe_parallel.layout import ParamSpec
 from moe_parallel.mesh import Mesh
 from moe_parallel.mesh_plan import MeshError, MeshPlan, plan_mesh
+from moe_parallel.pipeline import Outcome, Pipeline, StageError, StageResult
+from moe_parallel.recomputation import RecomputeError, recompute, recomputing, replayed
+from moe_parallel.schedule import Schedule, ScheduleError, make_schedule, simulate
 from moe_parallel.self_check import MismatchError, check_same
 from moe_parallel.shard import Shard
 from moe_parallel.sharded_adamw import AdamWConfig, ShardedAdamW, StepStats
+from moe_parallel.split_linear import SplitLinear, split_linears
 
 __all__ = [
     "AdamWConfig",
+    "GradientTarget",
+    "Gradients",
     "Mesh",
     "MeshError",
     "MeshPlan",
     "MismatchError",
+    "Outcome",
     "ParamSpec",
+    "Pipeline",
+    "RecomputeError",
+    "Schedule",
+    "ScheduleError",
     "Shard",
     "ShardedAdamW",
+    "SplitLinear",
+    "StageError",
+    "StageResult",
     "StepStats",
+    "WeightGradient",
     "check_same",
+    "make_schedule",
     "plan_mesh",
+    "recompute",
+    "recomputing",
+    "replayed",
+    "simulate",
+    "sink_of",
+    "split_linears",
 ]

@@ -30,6 +30,7 @@ class Mesh:
         dp_group: Ranks with the same dense parameters: the stage.
         ep_group: Ranks that exchange tokens.
         edp_group: Ranks with the same experts.
+        pp_group: Ranks that pass activations to each other, in the order of the stages.
     """
 
     plan: MeshPlan
@@ -42,6 +43,7 @@ class Mesh:
     dp_group: dist.ProcessGroup | None
     ep_group: dist.ProcessGroup | None
     edp_group: dist.ProcessGroup | None
+    pp_group: dist.ProcessGroup | None
 
     @classmethod
     def create(
@@ -66,13 +68,14 @@ class Mesh:
         """
         if plan.world_size == 1:
             rank = 0 if rank is None else rank
-            world, dp, ep, edp = None, None, None, None
+            world, dp, ep, edp, pp = None, None, None, None, None
         else:
             rank = _checked_rank(plan, rank, group)
             world = dist.group.WORLD if group is None else group
-            dp, ep, edp = (
-                _own_group(partition, rank, group)
-                for partition in (plan.dp_groups(), plan.ep_groups(), plan.edp_groups())
+            dp, ep, edp, pp = _own_groups(
+                [plan.dp_groups(), plan.ep_groups(), plan.edp_groups(), plan.pp_groups()],
+                rank,
+                group,
             )
         pp_rank, edp_rank, ep_rank = plan.coordinates(rank)
         return cls(
@@ -86,6 +89,7 @@ class Mesh:
             dp_group=dp,
             ep_group=ep,
             edp_group=edp,
+            pp_group=pp,
         )
 
 
@@ -102,6 +106,18 @@ def _checked_rank(plan: MeshPlan, rank: int | None, group: dist.ProcessGroup | N
     if rank is not None and rank != dist.get_rank(group):
         raise MeshError(f"rank={rank} was given, but this process is rank {dist.get_rank(group)}")
     return dist.get_rank(group)
+
+
+def _own_groups(
+    partitions: Sequence[Sequence[tuple[int, ...]]], rank: int, group: dist.ProcessGroup | None
+) -> list[dist.ProcessGroup | None]:
+    """Return this rank's group of each partition of the mesh; equal partitions share theirs."""
+    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+    for partition in partitions:
+        key = tuple(partition)
+        if key not in made:
+            made[key] = _own_group(partition, rank, group)
+    return [made[tuple(partition)] for partition in partitions]
 
 
 def _own_group(

@@ -91,16 +91,23 @@ class Schedule:
                 messages.append((to, needed))
         return messages
 
-    def forward_only(self) -> "Schedule":
+    def forward_only(self, num_micro: int | None = None) -> "Schedule":
         """Return the same placement and order without any backward, for evaluation.
 
         No forward waits for a backward, so what is left cannot deadlock if the whole cannot.
+
+        Args:
+            num_micro: How many of the microbatches to keep; None keeps all.
         """
+        num_micro = self.num_micro if num_micro is None else num_micro
         return Schedule(
             name=f"{self.name}, forward only",
-            num_micro=self.num_micro,
+            num_micro=num_micro,
             rank_of_stage=self.rank_of_stage,
-            ops=tuple(tuple(op for op in ops if op.kind == "F") for ops in self.ops),
+            ops=tuple(
+                tuple(op for op in ops if op.kind == "F" and op.micro < num_micro)
+                for ops in self.ops
+            ),
         )
 
     def __str__(self) -> str:
