@@ -2,7 +2,9 @@
 
 from moe_ckpt.background import AsyncSaver
 from moe_ckpt.catalog import Catalog, Checkpoint, Skipped, find_latest, scan
+from moe_ckpt.collection import Collected, Garbage, collect
 from moe_ckpt.comm import Alone, Communicator
+from moe_ckpt.comparison import Comparison, Difference, compare
 from moe_ckpt.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -49,14 +51,18 @@ __all__ = [
     "CheckpointNotFound",
     "CheckpointReader",
     "ChunkError",
+    "Collected",
     "Communicator",
+    "Comparison",
     "CorruptChunkError",
     "CorruptFileError",
     "CoverageError",
     "DamageError",
+    "Difference",
     "DtypeMismatchError",
     "ExtraTensorError",
     "FormatVersionError",
+    "Garbage",
     "HostArena",
     "HostBuffer",
     "HostMemoryError",
@@ -81,6 +87,8 @@ __all__ = [
     "TruncatedChunkError",
     "Verified",
     "chunk_shape",
+    "collect",
+    "compare",
     "export_hf",
     "export_safetensors",
     "find_latest",

@@ -212,15 +212,33 @@ def _start_reading(checkpoint: Path, info: ArrayInfo, store: Any, number: int) -
     if crc != info.crcs[number]:
         # Either the checksum on disk was hit, or the whole chunk is another, sound one.
         _finish_reading(checkpoint, info, number, future)
-        path = info.chunk_file(checkpoint, number)
-        like = [info.grid.index(int(n)) for n in np.flatnonzero(info.crcs == crc)]
-        hint = f", which is that of chunk {like[0]}" if like else ""
-        raise SwappedChunkError(
-            f"{_label(info, number)}: {path} is sound but is not the chunk that was saved: its "
-            f"checksum is {crc:08x}{hint}, the manifest says {int(info.crcs[number]):08x}",
-            **_details(info, number, path),
-        )
+        raise _swapped(checkpoint, info, number, crc, " is sound but")
     return future
+
+
+def check_stored(checkpoint: Path, info: ArrayInfo, number: int) -> None:
+    """Compare the length and the last four bytes of a chunk with the manifest.
+
+    Raises:
+        ChunkError: Of the class that says what is wrong. A chunk with another checksum than the
+            manifest says counts as another chunk, though the checksum itself may have been hit.
+    """
+    crc = stored_crc(checkpoint, info, number)
+    if crc != info.crcs[number]:
+        raise _swapped(checkpoint, info, number, crc, "")
+
+
+def _swapped(
+    checkpoint: Path, info: ArrayInfo, number: int, crc: int, but: str
+) -> SwappedChunkError:
+    path = info.chunk_file(checkpoint, number)
+    like = [info.grid.index(int(n)) for n in np.flatnonzero(info.crcs == crc)]
+    hint = f", which is that of chunk {like[0]}" if like else ""
+    return SwappedChunkError(
+        f"{_label(info, number)}: {path}{but} is not the chunk that was saved: its "
+        f"checksum is {crc:08x}{hint}, the manifest says {int(info.crcs[number]):08x}",
+        **_details(info, number, path),
+    )
 
 
 def _finish_reading(

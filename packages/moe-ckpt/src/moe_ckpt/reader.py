@@ -1,14 +1,14 @@
 """Read and verify one checkpoint, with numpy alone."""
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moe_ckpt.array import ArrayInfo, check_metadata, read_chunks
+from moe_ckpt.array import ArrayInfo, check_metadata, check_stored, read_chunks
 from moe_ckpt.catalog import Checkpoint, checkpoint_of, step_of
 from moe_ckpt.errors import (
     CheckpointError,
@@ -26,6 +26,7 @@ from moe_ckpt.manifest import (
     read_manifest,
     read_state,
 )
+from moe_ckpt.progress import no_progress
 
 
 class CheckpointReader:
@@ -167,21 +168,41 @@ class Verified:
     nbytes: int
 
 
-def verify(path: str | Path) -> Verified:
+def verify(
+    path: str | Path,
+    *,
+    fast: bool = False,
+    progress: Callable[[int, int], None] = no_progress,
+) -> Verified:
     """Read every byte of a checkpoint and compare it with the manifest.
+
+    Args:
+        path: Directory of the checkpoint.
+        fast: Whether of chunks only to compare length and checksum with the manifest, which reads
+            four bytes of each and finds what is lost, cut or exchanged, but not what is changed.
+        progress: Is called with the bytes done and the bytes in all.
 
     Raises:
         CheckpointError: The first problem, in order of name, kind and chunk.
     """
-    for problem in problems(path):
+    for problem in problems(path, fast=fast, progress=progress):
         raise problem
-    manifest = read_manifest(Path(path))
+    return summary(read_manifest(Path(path)))
+
+
+def summary(manifest: Manifest) -> Verified:
+    """Return the numbers of a checkpoint."""
     sizes = [info.grid.size * np.dtype(info.dtype).itemsize for info in manifest.arrays]
     chunks = sum(len(info.grid) for info in manifest.arrays)
     return Verified(manifest.step, len(sizes), chunks, sum(sizes))
 
 
-def problems(path: str | Path) -> Iterator[CheckpointError]:
+def problems(
+    path: str | Path,
+    *,
+    fast: bool = False,
+    progress: Callable[[int, int], None] = no_progress,
+) -> Iterator[CheckpointError]:
     """Yield everything that ``verify`` could raise, chunk by chunk."""
     try:
         reader = CheckpointReader(path)
@@ -189,6 +210,8 @@ def problems(path: str | Path) -> Iterator[CheckpointError]:
         yield error
         return
     known = {reader.path / name for name in (MANIFEST, SEAL, STATE, CHECKSUMS)}
+    total = sum(len(info.grid) * info.chunk_bytes for info in reader.manifest.arrays)
+    done = 0
     for info in reader.manifest.arrays:
         known.add(info.directory(reader.path) / "zarr.json")
         known.update(info.chunk_file(reader.path, number) for number in range(len(info.grid)))
@@ -196,31 +219,42 @@ def problems(path: str | Path) -> Iterator[CheckpointError]:
             check_metadata(reader.path, info)
         except DamageError as error:
             yield error
-        yield from _bad_chunks(reader.path, info)
+        for problem in _bad_chunks(reader.path, info, fast):
+            if problem is not None:
+                yield problem
+            done += info.chunk_bytes
+            progress(done, total)
     for file in sorted(p for p in reader.path.rglob("*") if not p.is_dir()):
         if file not in known:
             yield CorruptFileError(f"{file} does not belong to this checkpoint", file=str(file))
 
 
-def _bad_chunks(path: Path, info: ArrayInfo) -> Iterator[DamageError]:
-    first = 0
-    while first < len(info.grid):
+def _bad_chunks(path: Path, info: ArrayInfo, fast: bool) -> Iterator[DamageError | None]:
+    """Yield for every chunk, in order, what is wrong with it or None."""
+    first, count = 0, len(info.grid)
+    while first < count and not fast:
         try:
-            for number, _ in read_chunks(path, info, range(first, len(info.grid))):
+            for number, _ in read_chunks(path, info, range(first, count)):
                 first = number + 1
+                yield None
             return
         except DamageError as error:
             # Chunks are read ahead, so those before the bad one may not have been yielded yet.
             bad = info.grid.number(tuple(error.details["chunk"]))
             for number in range(first, bad):
-                yield from _bad_chunks_of(path, info, number)
+                yield _bad_chunk(path, info, number, fast)
             yield error
             first = bad + 1
+    for number in range(first, count):
+        yield _bad_chunk(path, info, number, fast)
 
 
-def _bad_chunks_of(path: Path, info: ArrayInfo, number: int) -> Iterator[DamageError]:
+def _bad_chunk(path: Path, info: ArrayInfo, number: int, fast: bool) -> DamageError | None:
     try:
-        for _ in read_chunks(path, info, [number]):
-            pass
+        if fast:
+            check_stored(path, info, number)
+        else:
+            list(read_chunks(path, info, [number]))
     except DamageError as error:
-        yield error
+        return error
+    return None

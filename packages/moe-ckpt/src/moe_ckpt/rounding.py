@@ -27,7 +27,7 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "bfloat16" and values.dtype == np.float64:
         values = _to_odd(values)
     with np.errstate(over="ignore"):  # beyond the largest is infinity, as rounding says
-        return values.astype(DTYPES[dtype])
+        return np.asarray(values).astype(DTYPES[dtype])
 
 
 def _to_odd(values: np.ndarray) -> np.ndarray:
@@ -36,4 +36,5 @@ def _to_odd(values: np.ndarray) -> np.ndarray:
     beyond = np.abs(near.astype(np.float64)) > np.abs(values)
     inward = np.where(beyond, np.nextafter(near, np.float32(0)), near)
     inexact = (inward.astype(np.float64) != values) & ~np.isnan(values)
-    return (inward.view(np.uint32) | inexact.astype(np.uint32)).view(np.float32)
+    # numpy makes scalars of arrays without axes, which a caller does not expect.
+    return np.asarray(inward.view(np.uint32) | inexact.astype(np.uint32)).view(np.float32)
