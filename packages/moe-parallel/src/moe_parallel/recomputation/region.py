@@ -17,6 +17,10 @@ _current: ContextVar["Region | None"] = ContextVar("current", default=None)
 _consuming: ContextVar["Region | None"] = ContextVar("consuming", default=None)
 
 
+# That of the CPU, and of each CUDA device by number.
+_RandomState = tuple[Tensor, dict[int, Tensor]]
+
+
 class RecomputeError(RuntimeError):
     """A part did something else the second time."""
 
@@ -61,7 +65,7 @@ class Region:
         self._position: int | None = None  # in the replay; None in the first run
         devices = {t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         self._cuda = sorted(d.index for d in devices if d.type == "cuda" and d.index is not None)
-        self._random = torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in self._cuda]
+        self._random = _random_state(self._cuda)
         kinds = ("cpu", "cuda") if self._cuda else ("cpu",)
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -114,15 +118,18 @@ class Region:
             # What autograd saves in here is kept, so that nothing of it need be computed again.
             with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
                 value = compute()
-            self._replay.append(tree_map(_detached, value))
+            # What follows draws the numbers that it drew, though compute will draw none.
+            self._replay.append((tree_map(_detached, value), _random_state(self._cuda)))
             return value
         if self._position == len(self._replay):
             raise RecomputeError(
                 f"{_name(self._part)} asked for more than the {len(self._replay)} values that "
                 "its first run left to replay"
             )
+        value, random_state = self._replay[self._position]
         self._position += 1
-        return self._replay[self._position - 1]
+        _set_random_state(random_state)
+        return value
 
     def _number(self, tensor: Tensor) -> int:
         self._forms.append(_Form(tensor.shape, tensor.dtype))
@@ -160,12 +167,9 @@ class Region:
     @contextmanager
     def _as_before(self) -> Iterator[None]:
         """Restore gradient mode, random numbers, autocast and replayed values of the first run."""
-        cpu_state, cuda_states = self._random
         self._position = 0
         with torch.enable_grad(), torch.random.fork_rng(devices=self._cuda), _set(_current, self):
-            torch.set_rng_state(cpu_state)
-            for device, state in zip(self._cuda, cuda_states, strict=True):
-                torch.cuda.set_rng_state(state, device)
+            _set_random_state(self._random)
             with _autocasts(self._autocast):
                 try:
                     yield
@@ -198,6 +202,16 @@ def current_region() -> Region | None:
 def value_at(place: Any) -> Tensor:
     """Return the tensor that ``place_of`` was given."""
     return place.region.output_at(place) if isinstance(place, _OutputPlace) else place
+
+
+def _random_state(devices: list[int]) -> _RandomState:
+    return torch.get_rng_state(), {d: torch.cuda.get_rng_state(d) for d in devices}
+
+
+def _set_random_state(state: _RandomState) -> None:
+    torch.set_rng_state(state[0])
+    for device, cuda_state in state[1].items():
+        torch.cuda.set_rng_state(cuda_state, device)
 
 
 @contextmanager
