@@ -25,6 +25,7 @@ W     ranks of the expert-parallel group
 
 from moe_dispatch.all_to_all import AllToAllDispatcher
 from moe_dispatch.dispatcher import Dispatched, Dispatcher
+from moe_dispatch.experts import apply_experts
 from moe_dispatch.factory import make_dispatcher
 from moe_dispatch.failure import PeerError
 from moe_dispatch.heaps import SymmetricHeap, open_heap
@@ -40,6 +41,7 @@ __all__ = [
     "PeerError",
     "RowPlan",
     "SymmetricHeap",
+    "apply_experts",
     "make_dispatcher",
     "open_heap",
 ]

@@ -17,6 +17,7 @@ from moe_dispatch.rowwise.functions import (
     send_tokens,
 )
 from moe_dispatch.rowwise.slots import Arrived, Slots
+from moe_dispatch.rowwise.warm import warm_up
 
 __all__ = [
     "Arrived",
@@ -31,4 +32,5 @@ __all__ = [
     "release",
     "send_gradients",
     "send_tokens",
+    "warm_up",
 ]

@@ -42,6 +42,8 @@ class Channel:
         state: int64, on the device: clocks, failure, overflow. See ``agree/kernel.py``.
         views: The arrays of ``plan.fields()`` in this rank's memory.
         epochs: The clocks, as far as the host has come. A CUDA graph does not move them.
+        held: Epochs whose receive buffer is lent out.
+        captured: Whether an exchange was captured in a CUDA graph, so that ``epochs`` may lag.
         trace: If a list, what was done is appended to it, for the simulator to replay.
         pace: If set, called before each step; tests decide there who goes first.
 
@@ -87,6 +89,7 @@ class Channel:
         }
         self.epochs = dict.fromkeys(Clock, 0)
         self.held: list[int] = []
+        self.captured = False
         self.layers, self.layer = [layer], layer
         self.trace: list[tuple[Any, ...]] | None = None
         self.pace: Callable[[int, Step], None] | None = None

@@ -174,8 +174,7 @@ class RowwiseDispatcher:
             )
             arrived = Arrived(weight_R.detach(), *parts)
         else:
-            capturing = x_TD.is_cuda and torch.cuda.is_current_stream_capturing()
-            x_RD, arrived = send_tokens(channel, x_TD, routing.weight_TK, slots, copy=capturing)
+            x_RD, arrived = send_tokens(channel, x_TD, routing.weight_TK, slots, copy=False)
             weight_R = arrived.weight_R
         plan = RowwisePlan(
             slots=slots, arrived=arrived, link=link, layer=self.layer, channel=channel

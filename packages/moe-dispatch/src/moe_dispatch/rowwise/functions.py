@@ -48,6 +48,8 @@ def meet(channel: Channel, expert_TK: Tensor, gradient: bool = False) -> Slots:
     plan, agree = channel.plan, channel.agree
     E, W, e = plan.num_experts, plan.world_size, plan.e
     T, K = expert_TK.shape
+    if expert_TK.is_cuda and torch.cuda.is_current_stream_capturing():
+        channel.captured = True
     bad_TK = (expert_TK < -1) | (expert_TK >= E)
     expert_TK = expert_TK.masked_fill(bad_TK, -1).contiguous()
     groups = group_rows(expert_TK, E)
@@ -121,7 +123,8 @@ def send_tokens(
         slots: From ``meet``.
         copy: Whether rows are copied out of the receive buffer. If not, ``x_RD`` is the buffer
             itself and stays as it is until ``release``; two dispatches may be so at once. A
-            token that arrives for several experts (dedup) or in MXFP8 is always copied.
+            token that arrives for several experts (dedup) or in MXFP8 is always copied, and so
+            is every one once a CUDA graph was captured, as then the host has lost count.
 
     Returns:
         ``x_RD``, the rows of this rank's experts, zeros past the last; and what came with them.
@@ -136,7 +139,7 @@ def send_tokens(
     def put() -> None:
         _put(channel, sent_TN, slots, weight_TK, x_RD, weight_R)
 
-    copy = copy or direct or plan.dedup or plan.wire != "plain"
+    copy = copy or direct or plan.dedup or plan.wire != "plain" or channel.captured
     channel.run(channel.steps.PUT, Clock.PUTS, {Op.PUT_ROWS: put})
     none = slots.places_1.new_empty(0)
     row_PK = channel.of_epoch("row", Clock.PUTS) if plan.dedup else none

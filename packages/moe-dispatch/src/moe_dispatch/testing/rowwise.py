@@ -1,11 +1,13 @@
 """The row-wise dispatcher on virtual ranks, for the laws to be tried on."""
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from moe_dispatch.heaps import SymmetricHeap
 from moe_dispatch.rowwise import RowPlan, RowwiseDispatcher
+from moe_dispatch.rowwise.warm import warm_up
 from moe_dispatch.testing.case import DispatchCase
 from moe_dispatch.testing.threads import run_on_threads
 from moe_dispatch.testing.trip import Trip, travel
@@ -41,7 +43,10 @@ def travel_on_threads(
     """Take a case through ``RowwiseDispatcher`` on virtual ranks, for ``check_dispatcher``."""
     plan = plan_for(case, **options)
     args = (plan, case, deadline, device)
-    return run_on_threads(_travel, case.world_size, plan.heap_bytes, *args, device=device)
+    prepare = None if torch.device(device).type == "cpu" else partial(warm_up, plan, device)
+    return run_on_threads(
+        _travel, case.world_size, plan.heap_bytes, *args, device=device, prepare=prepare
+    )
 
 
 def _travel(

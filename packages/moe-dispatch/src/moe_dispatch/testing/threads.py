@@ -16,6 +16,7 @@ def run_on_threads(
     *args: Any,
     device: str | torch.device = "cpu",
     timeout: float = 60.0,
+    prepare: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Run ``program(heap, *args)`` on virtual ranks and return what they return.
 
@@ -28,6 +29,7 @@ def run_on_threads(
         args: Passed on.
         device: Of the heaps.
         timeout: Seconds that a rank waits for another on the host.
+        prepare: Called on each rank's stream before any program starts, one rank at a time.
 
     Raises:
         Exception: The first error of any rank, with those of the others as notes.
@@ -36,13 +38,22 @@ def run_on_threads(
     results: list[Any] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
 
+    turn = threading.Lock()
+
+    def start(heap: SymmetricHeap) -> Any:
+        if prepare is not None:
+            with turn:
+                prepare()
+            heap.host_barrier()
+        return program(heap, *args)
+
     def run(rank: int, heap: SymmetricHeap) -> None:
         try:
             if heap.local.is_cuda:
                 with torch.cuda.device(heap.local.device), torch.cuda.stream(torch.cuda.Stream()):
-                    results[rank] = program(heap, *args)
+                    results[rank] = start(heap)
             else:
-                results[rank] = program(heap, *args)
+                results[rank] = start(heap)
         except BaseException as error:
             errors.append((rank, error))
 

@@ -155,7 +155,7 @@ def check_terms(term_ptr, state_ptr, w, me, failed, W: tl.constexpr, M: tl.const
     bad = tl.load(term_ptr + w * M, mask=w < W, other=0)
     grad = tl.load(term_ptr + w * M + 1, mask=w < W, other=0)
     own = tl.sum(tl.where(w == me, grad, 0), axis=0)
-    unlike = ((grad != own) & (w < W)).to(tl.int32)
+    unlike = ((grad != own) & (grad > 0) & (w < W)).to(tl.int32)
     if (failed == 0) & (tl.sum(bad, axis=0) > 0):
         rank = tl.min(tl.where(bad > 0, w, W), axis=0)
         tl.store(state_ptr + REFUSED, 1)

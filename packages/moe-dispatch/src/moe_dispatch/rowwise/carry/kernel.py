@@ -31,7 +31,7 @@ def narrow(x, dtype: tl.constexpr):
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["origin"])
 def put_rows_kernel(
     bases_ptr, state_ptr, x_ptr, weight_ptr, to_ptr, place_ptr, rank_ptr, row_ptr,
     direct_ptr, direct_weight_ptr, clock,
@@ -208,7 +208,7 @@ def push_rows_kernel(
                     tl.store(scalars + slot, tl.load(scalar_ptr + r))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["me"])
 def pull_rows_kernel(  # noqa: PLR0912 - branches of the compiler
     bases_ptr, state_ptr, weight_ptr, to_ptr, place_ptr, rank_ptr, out_ptr, out_scalar_ptr,
     direct_ptr, direct_scalar_ptr,
