@@ -258,3 +258,76 @@ def test_damage_is_one_class_to_catch() -> None:
     kinds = (CorruptChunkError, MissingChunkError, SwappedChunkError, TruncatedChunkError)
     assert all(issubclass(kind, DamageError) for kind in (*kinds, CorruptFileError))
     assert not issubclass(ShapeMismatchError, DamageError)
+
+
+SMALL = {(name, kind): np.arange(size, dtype=np.float32) + ord(name) for name, size in (
+    ("a", 5), ("b", 40), ("c", 1), ("d", 0)) for kind in ("master", "exp_avg")}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    return save(tmp_path_factory.mktemp("small"), cut(SMALL, 0, 1), step=1, state={"x": [1.5, "y"]})
+
+
+def is_detected(path: Path) -> bool:
+    """Tell whether both a check of every byte and a load refuse a checkpoint."""
+    into = blank(cut(SMALL, 0, 1))
+    with pytest.raises((DamageError, NotACheckpointError)):
+        verify(path)
+    with pytest.raises((DamageError, NotACheckpointError)):
+        load(path.parent, into, step=1)
+    with pytest.raises((DamageError, CheckpointNotFound, NotACheckpointError)):
+        load(path.parent, into)
+    return True
+
+
+def test_none_of_200_flipped_bits_passes(small, tmp_path) -> None:
+    path = Path(shutil.copytree(small.parent, tmp_path / "run")) / small.name
+    found = sorted(file for file in path.rglob("*") if file.is_file())
+    assert len(found) == 4 + 2 * 8 - 2  # an empty tensor has no chunk
+    rng = np.random.default_rng(int(np.random.SeedSequence().entropy % 2**32))
+    bits = np.cumsum([8 * file.stat().st_size for file in found])
+    flips = [(file, int(rng.integers(8 * file.stat().st_size))) for file in found]
+    while len(flips) < 200:  # one in each file, the others by length
+        at = int(rng.integers(bits[-1]))
+        which = int(np.searchsorted(bits, at, "right"))
+        flips.append((found[which], at - int(bits[which - 1] if which else 0)))
+    for file, bit in flips:
+        data = bytearray(file.read_bytes())
+        data[bit // 8] ^= 1 << bit % 8
+        good = file.read_bytes()
+        file.write_bytes(data)
+        assert is_detected(path), (file, bit)
+        file.write_bytes(good)
+    verify(path)
+
+
+def test_every_file_that_is_lost_cut_or_lengthened_is_detected(small, tmp_path) -> None:
+    path = Path(shutil.copytree(small.parent, tmp_path / "run")) / small.name
+    for file in sorted(file for file in path.rglob("*") if file.is_file()):
+        good = file.read_bytes()
+        file.unlink()
+        assert is_detected(path), file
+        for data in (b"", good[:-1], good[: len(good) // 2], good + b"\0"):
+            file.write_bytes(data)
+            assert is_detected(path), file
+        file.write_bytes(good)
+    verify(path)
+
+
+def test_every_exchange_of_two_files_is_detected(small, tmp_path) -> None:
+    path = Path(shutil.copytree(small.parent, tmp_path / "run")) / small.name
+    found = sorted(file for file in path.rglob("*") if file.is_file())
+    exchanged = 0
+    for at, first in enumerate(found):
+        for second in found[at + 1 :]:
+            one, two = first.read_bytes(), second.read_bytes()
+            if one == two:  # equal values, equal chunks
+                continue
+            first.write_bytes(two)
+            second.write_bytes(one)
+            assert is_detected(path), (first, second)
+            first.write_bytes(one)
+            second.write_bytes(two)
+            exchanged += 1
+    assert exchanged > 100
