@@ -9,12 +9,13 @@ class PeerError(RuntimeError):
 
     Attributes:
         rank: Who raises.
-        source: The first rank that was waited for in vain, or -1 if this rank itself gave up.
+        source: Who is to blame, as far as this rank knows: the first rank that it waited for in
+            vain, or that this one had waited for; -1 if this rank itself gave up.
         phase: What was waited for: ``"COUNTS"``, ``"ROWS"``, ``"ROWS_FREE"``, ``"RESULTS"``,
             ``"RESULTS_FREE"``; ``"ABORTED"`` if this rank gave up.
         layer: Whose exchange it was.
         epoch: The signal that was expected.
-        seen: The last signal that was received.
+        seen: The last signal that was received, -1 if it was that a rank gave up.
         num_late: How many ranks were late.
     """
 
@@ -30,15 +31,17 @@ class PeerError(RuntimeError):
         world_size: int,
         deadline: float,
         rows: str = "",
-        aborted: bool = False,
+        by: int | None = None,
     ):
         self.rank, self.source, self.phase, self.layer = rank, source, phase, layer
         self.epoch, self.seen, self.num_late = epoch, seen, num_late
         where = f"{phase} of layer {layer!r}, epoch {epoch}"
         if source < 0:
             text = f"rank {rank} gave up"
-        elif aborted:
+        elif by == source:
             text = f"rank {rank}, {where}: rank {source} gave up; see its own error"
+        elif by is not None:
+            text = f"rank {rank}, {where}: rank {by} gave up waiting for rank {source}"
         else:
             text = (
                 f"rank {rank}, {where}: rank {source} did not come within {deadline:g} s: "

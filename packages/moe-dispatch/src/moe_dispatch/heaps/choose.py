@@ -69,6 +69,14 @@ def open_heap(
     return NvshmemHeap(group, num_bytes, found, reason)
 
 
+def has_nvshmem() -> bool:
+    """Tell whether nvshmem4py is installed, without importing it."""
+    try:
+        return importlib.util.find_spec("nvshmem") is not None
+    except ImportError:  # an import hook may refuse instead of finding nothing
+        return False
+
+
 def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,7 +88,7 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 def _choose(meeting: GroupMeeting, device: torch.device) -> tuple[Kind, str]:
     """Return the same kind on every rank, and why."""
-    lib = importlib.util.find_spec("nvshmem") is not None
+    lib = has_nvshmem()
     bus = _bus(device) if device.type == "cuda" else ""
     told = meeting.gather("\n".join([_machine(), device.type, bus, str(int(lib))]).encode())
     machines, types, buses, libs = zip(*(data.decode().split("\n") for data in told), strict=True)

@@ -43,6 +43,7 @@ class Channel:
         views: The arrays of ``plan.fields()`` in this rank's memory.
         epochs: The clocks, as far as the host has come. A CUDA graph does not move them.
         held: Epochs whose receive buffer is lent out.
+        met: Of each parity, the last epoch in which ranks told each other counts.
         captured: Whether an exchange was captured in a CUDA graph, so that ``epochs`` may lag.
         trace: If a list, what was done is appended to it, for the simulator to replay.
         pace: If set, called before each step; tests decide there who goes first.
@@ -90,6 +91,7 @@ class Channel:
         self.epochs = dict.fromkeys(Clock, 0)
         self.held: list[int] = []
         self.captured = False
+        self.met = [0, 0]
         self.layers, self.layer = [layer], layer
         self.trace: list[tuple[Any, ...]] | None = None
         self.pace: Callable[[int, Step], None] | None = None
@@ -288,25 +290,27 @@ class Channel:
         source = -1 if gave_up else int(noted[agree.FAILED_SOURCE.value])
         epoch = int(noted[agree.FAILED_EPOCH.value])
         rows = ""
-        if kind is Kind.ROWS and not gave_up:
+        half = protocol.parity(epoch)
+        if kind is Kind.ROWS and not gave_up and self.met[half] == epoch:
             e = self.plan.e
-            counts_M = self.views["counts"][protocol.parity(epoch), source]
+            counts_M = self.views["counts"][half, source]
             expected = int(counts_M[self.rank * e : (self.rank + 1) * e].sum())
             rows = f"; it has {expected} rows for this rank"
-        seen = int(noted[agree.FAILED_SEEN.value])
-        aborted = seen >= agree.ABORTED.value
+        word = int(noted[agree.FAILED_SEEN.value])
+        aborted = word >= agree.ABORTED.value
+        blamed = word - agree.ABORTED.value - 1 if word > agree.ABORTED.value else source
         return PeerError(
             rank=self.rank,
-            source=source,
+            source=source if gave_up else blamed,
             phase="ABORTED" if gave_up else kind.name,
             layer=self.layers[int(noted[agree.FAILED_LAYER.value])],
             epoch=epoch,
-            seen=-1 if aborted else seen,
+            seen=-1 if aborted else word,
             num_late=int(noted[agree.NUM_LATE.value]),
             world_size=self.world_size,
             deadline=self.deadline,
             rows=rows,
-            aborted=aborted,
+            by=source if aborted else None,
         )
 
 

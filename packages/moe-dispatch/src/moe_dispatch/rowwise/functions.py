@@ -93,6 +93,7 @@ def meet(channel: Channel, expert_TK: Tensor, gradient: bool = False) -> Slots:
         E=E, E_OF_RANK=e, BLOCK=block,
     )  # fmt: skip
     epoch = channel.epochs[Clock.PUTS]
+    channel.met[channel.steps.parity(epoch)] = epoch
     if ranks_TK is None or first_TK is None or before_TW is None:
         return Slots(rank_TK, row_TK, rank_TK, row_TK, offsets_e1, offsets_e1[-1:], epoch)
     # A token whose routes to a rank were all dropped still travels, as the others count on it.

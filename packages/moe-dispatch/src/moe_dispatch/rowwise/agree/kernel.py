@@ -32,7 +32,8 @@ DROPPED = tl.constexpr(12)  # routes of this rank that were dropped, since the b
 MOST_ROWS = tl.constexpr(13)  # that wanted to come to one rank
 STATE_SIZE = tl.constexpr(16)
 
-ABORTED = tl.constexpr(1 << 62)  # the signal of a rank that has given up
+# The signal of a rank that has given up; plus 1 + the rank that it had waited for, if any.
+ABORTED = tl.constexpr(1 << 62)
 
 
 @triton.jit(do_not_specialize=["clock"])
@@ -41,12 +42,25 @@ def advance_kernel(state_ptr, clock):
     tl.store(state_ptr + clock, tl.load(state_ptr + clock) + 1)
 
 
+@triton.jit
+def last_word(state_ptr):
+    """Return what a rank that has failed signals: who was to blame, as far as it knows.
+
+    Example: it waited for rank 3, which said that it had waited for rank 5: so it says 5, too.
+    """
+    source = tl.load(state_ptr + FAILED_SOURCE)
+    seen = tl.load(state_ptr + FAILED_SEEN)
+    own = tl.load(state_ptr + FAILED) >= ABORTED
+    word = tl.where(seen > ABORTED, seen, source + 1 + ABORTED)
+    return tl.where(own, tl.full([], ABORTED, tl.int64), word)
+
+
 @triton.jit(do_not_specialize=["signals_at", "kind", "me", "clock", "lag"])
 def signal_kernel(bases_ptr, state_ptr, signals_at, kind, me, clock, lag, W: tl.constexpr):
     """Program d tells rank d that all this rank did before is there to be seen.
 
     Invariant: slot ``(kind, me)`` of a rank is written by rank ``me`` alone, and only grows. A
-    rank that has failed says ``ABORTED``, which ends every wait for it.
+    rank that has failed has a last word instead, which ends every wait for it.
 
     Example: kind 1, rank 2 of 4, clock at epoch 7, lag 0. Program 3 stores 7 to word
     ``1 * 4 + 2`` of the signals of rank 3.
@@ -54,8 +68,7 @@ def signal_kernel(bases_ptr, state_ptr, signals_at, kind, me, clock, lag, W: tl.
     d = tl.program_id(0)
     base = tl.load(bases_ptr + d)
     epoch = tl.load(state_ptr + clock) - lag
-    failed = tl.load(state_ptr + FAILED)
-    value = tl.where(failed == 0, epoch, tl.full([], ABORTED, tl.int64))
+    value = tl.where(tl.load(state_ptr + FAILED) == 0, epoch, last_word(state_ptr))
     if base != 0:
         slot = (base + signals_at).to(tl.pointer_type(tl.int64)) + kind * W + me
         tl.debug_barrier()
@@ -105,10 +118,11 @@ def abort_kernel(bases_ptr, state_ptr, signals_at, me, W: tl.constexpr, KINDS: t
     base = tl.load(bases_ptr + d)
     tl.atomic_cas(state_ptr + FAILED, tl.full([], 0, tl.int64), tl.full([], ABORTED, tl.int64))
     tl.debug_barrier()
+    word = last_word(state_ptr)
     if base != 0:
         for kind in tl.static_range(KINDS):
             slot = (base + signals_at).to(tl.pointer_type(tl.int64)) + kind * W + me
-            tl.atomic_xchg(slot, tl.full([], ABORTED, tl.int64), sem="release", scope="sys")
+            tl.atomic_xchg(slot, word, sem="release", scope="sys")
 
 
 @triton.jit(do_not_specialize=["counts_at", "me"])
