@@ -26,6 +26,10 @@ class GradientTarget(Protocol):
         """Wrap the last backward of a step, whose finished gradients may be reduced at once."""
         ...
 
+    def hold(self, parameters: Iterable[Parameter]) -> None:
+        """Take note that only ``ready`` tells when these are complete: stages share them."""
+        ...
+
     def accumulate(self, parameters: Iterable[Parameter] | None = None) -> None:
         """Take over ``.grad`` of these parameters, or of all, and clear it."""
         ...
@@ -76,6 +80,9 @@ class Gradients:
     def overlapped(self) -> AbstractContextManager[None]:
         """Do nothing: there is nobody to reduce gradients with."""
         return nullcontext()
+
+    def hold(self, parameters: Iterable[Parameter]) -> None:
+        """Do nothing: only ``ready`` tells what is complete anyway."""
 
     def accumulate(self, parameters: Iterable[Parameter] | None = None) -> None:
         """Add ``.grad`` of these parameters, or of all, to the sums, and clear it."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch.nn import Parameter
@@ -14,6 +15,8 @@ from moe_parallel.mesh import Mesh
 # remainder loop, whose last bit differs: an element's update does not depend on where it lies.
 ALIGNMENT = 64
 
+Rule = Literal["adamw", "muon"]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParamSpec:
@@ -24,13 +27,20 @@ class ParamSpec:
         parameter: This rank's tensor: all of it, or this rank's experts on the first axis.
             float32, float64 or bfloat16. One with ``requires_grad=False`` stays as it is.
         is_expert: Whether it is divided over the EP group.
-        weight_decay: Whether weight decay applies.
+        weight_decay: Whether the configured weight decay applies, or one of its own.
+        rule: How it is updated. ``muon`` is for matrices: a dense parameter of two axes, or
+            experts of one matrix each on three.
+        shared_by: Ranks of the pipeline that each hold a copy, under this name: a tied embedding
+            at both ends. Their gradients are summed. None: this rank's stage alone. (Two stages
+            of one rank share a tensor, which is named once.)
     """
 
     name: str
     parameter: Parameter
     is_expert: bool
-    weight_decay: bool
+    weight_decay: bool | float
+    rule: Rule = "adamw"
+    shared_by: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +54,8 @@ class Segment:
         numel: Its number of elements on this rank.
         global_shape: Its shape in the whole model.
         global_start: Where this rank's part begins in the whole tensor, read as one line.
-        weight_decay: Whether weight decay applies.
+        weight_decay: Whether the configured weight decay applies, or one of its own.
+        granule: Its place is a multiple of this many elements.
     """
 
     name: str
@@ -53,7 +64,8 @@ class Segment:
     numel: int
     global_shape: tuple[int, ...]
     global_start: int
-    weight_decay: bool
+    weight_decay: bool | float
+    granule: int = ALIGNMENT
 
     @property
     def stop(self) -> int:
@@ -63,7 +75,7 @@ class Segment:
     @property
     def padded_stop(self) -> int:
         """Where the next parameter may start."""
-        return round_up(self.stop, ALIGNMENT)
+        return round_up(self.stop, self.granule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +87,22 @@ class BucketLayout:
         dtype: Dtype of its parameters.
         trainable: Whether they get gradients.
         segments: The parameters, in order.
+        matrix: For Muon, the shape of every matrix in it. A slice ends between two of them, so
+            that each is whole on one rank. None for AdamW, to which all elements are alike.
+        shared_by: Ranks of the pipeline that share it; None if one does.
     """
 
     is_expert: bool
     dtype: torch.dtype
     trainable: bool
     segments: tuple[Segment, ...]
+    matrix: tuple[int, int] | None = None
+    shared_by: tuple[int, ...] | None = None
+
+    @property
+    def granule(self) -> int:
+        """A rank's slice is a multiple of this many elements."""
+        return math.prod(self.matrix) if self.matrix else ALIGNMENT
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -128,6 +150,33 @@ def check_specs(specs: Sequence[ParamSpec], mesh: Mesh, num_experts: int) -> Non
                 f"{spec.name} has shape {shape}; its first axis must hold num_experts/ep = "
                 f"{num_experts}/{ep} = {num_experts // ep} experts"
             )
+        _check_treatment(spec, mesh)
+
+
+def _check_treatment(spec: ParamSpec, mesh: Mesh) -> None:
+    shape, axes = tuple(spec.parameter.shape), 3 if spec.is_expert else 2
+    if spec.rule == "muon" and (len(shape) != axes or not spec.parameter.numel()):
+        raise ValueError(
+            f"{spec.name} has shape {shape}; Muon is for matrices, so it needs {axes} axes, "
+            "none of length 0"
+        )
+    if spec.rule not in ("adamw", "muon"):
+        raise ValueError(f"{spec.name} has rule={spec.rule!r}; it must be 'adamw' or 'muon'")
+    if not (math.isfinite(spec.weight_decay) and spec.weight_decay >= 0):
+        raise ValueError(
+            f"{spec.name} has weight_decay={spec.weight_decay}; it must be finite, 0 or more"
+        )
+    shared_by, pp = spec.shared_by, mesh.plan.pp
+    if shared_by is not None and (
+        spec.is_expert
+        or len(shared_by) < 2
+        or list(shared_by) != sorted(set(shared_by) & set(range(pp)))
+        or mesh.pp_rank not in shared_by
+    ):
+        raise ValueError(
+            f"{spec.name} has shared_by={shared_by}; it must list at least 2 of the pipeline ranks "
+            f"0..{pp - 1} in order, this one ({mesh.pp_rank}) among them, and is not for experts"
+        )
 
 
 def plan_buckets(
@@ -141,25 +190,57 @@ def plan_buckets(
     Yields:
         Each layout with its parameters, in the same order on every rank of a stage.
     """
-    kinds: dict[tuple[bool, torch.dtype, bool], list[ParamSpec]] = {}
+    kinds: dict[_BucketKey, list[ParamSpec]] = {}
     for spec in specs:
-        parameter = spec.parameter
-        key = (spec.is_expert, parameter.dtype, parameter.requires_grad)
-        kinds.setdefault(key, []).append(spec)
+        kinds.setdefault(_BucketKey.of(spec), []).append(spec)
     for key, members in kinds.items():
         segments: list[Segment] = []
         parameters: list[Parameter] = []
         for spec in members:
             start = segments[-1].padded_stop if segments else 0
             if segments and start + spec.parameter.numel() > bucket_elements:
-                yield BucketLayout(*key, tuple(segments)), parameters
+                yield key.layout(segments), parameters
                 segments, parameters, start = [], [], 0
-            segments.append(_segment(spec, start, mesh, num_experts))
+            segments.append(_segment(spec, start, mesh, num_experts, key.matrix))
             parameters.append(spec.parameter)
-        yield BucketLayout(*key, tuple(segments)), parameters
+        yield key.layout(segments), parameters
 
 
-def _segment(spec: ParamSpec, start: int, mesh: Mesh, num_experts: int) -> Segment:
+class _BucketKey(NamedTuple):
+    """What the parameters of a bucket have in common."""
+
+    is_expert: bool
+    dtype: torch.dtype
+    trainable: bool
+    matrix: tuple[int, int] | None
+    shared_by: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, spec: ParamSpec) -> "_BucketKey":
+        parameter = spec.parameter
+        matrix = None
+        if spec.rule == "muon" and parameter.requires_grad:
+            matrix = parameter.shape[-2], parameter.shape[-1]
+        return cls(spec.is_expert, parameter.dtype, parameter.requires_grad, matrix, spec.shared_by)
+
+    def layout(self, segments: list[Segment]) -> BucketLayout:
+        return BucketLayout(
+            self.is_expert,
+            self.dtype,
+            self.trainable,
+            tuple(segments),
+            self.matrix,
+            self.shared_by,
+        )
+
+
+def _segment(
+    spec: ParamSpec,
+    start: int,
+    mesh: Mesh,
+    num_experts: int,
+    matrix: tuple[int, int] | None,
+) -> Segment:
     shape = tuple(spec.parameter.shape)
     numel = math.prod(shape)
     return Segment(
@@ -170,4 +251,5 @@ def _segment(spec: ParamSpec, start: int, mesh: Mesh, num_experts: int) -> Segme
         global_shape=(num_experts, *shape[1:]) if spec.is_expert else shape,
         global_start=mesh.ep_rank * numel if spec.is_expert else 0,
         weight_decay=spec.weight_decay,
+        granule=math.prod(matrix) if matrix else ALIGNMENT,
     )

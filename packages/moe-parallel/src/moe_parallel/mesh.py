@@ -93,6 +93,18 @@ class Mesh:
         )
 
 
+def stages_group(mesh: Mesh, stages: Sequence[int]) -> dist.ProcessGroup:
+    """Make the group of all ranks of some stages. Every one of them makes this call."""
+    if mesh.world_group is None:
+        raise MeshError("a world of one rank has no groups")
+    world = dist.get_process_group_ranks(mesh.world_group)
+    ranks = [world[rank] for stage in stages for rank in mesh.plan.dp_groups()[stage]]
+    made = dist.new_group(ranks, use_local_synchronization=True)
+    if not isinstance(made, dist.ProcessGroup):
+        raise MeshError(f"rank {mesh.rank} is not in any of the stages {list(stages)}")
+    return made
+
+
 def _checked_rank(plan: MeshPlan, rank: int | None, group: dist.ProcessGroup | None) -> int:
     if not dist.is_initialized():
         raise MeshError(

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from moe_parallel.adamw.dispatch import find_kernel
+
 # On one core 4 million float32 elements take 2.5 ms in blocks that stay in cache, 10 ms in one
 # call of vector_norm(dtype=float64), which converts element by element.
 CPU_BLOCK = 1 << 16
@@ -21,6 +23,9 @@ def sum_of_squares(x_N: Tensor) -> Tensor:
     """
     if x_N.dtype == torch.float64:
         return x_N.dot(x_N)
+    kernel = find_kernel(x_N)
+    if kernel is not None and x_N.numel():
+        return kernel.launch_squares(x_N)
     if x_N.device.type != "cpu":
         return torch.linalg.vector_norm(x_N, dtype=torch.float64).square()
     total = torch.zeros((), dtype=torch.float64)

@@ -12,7 +12,11 @@ class MismatchError(RuntimeError):
 
 
 def check_same(
-    value: str, what: str, mesh: Mesh, *, among: Literal["world", "stage"] = "world"
+    value: str,
+    what: str,
+    mesh: Mesh,
+    *,
+    among: Literal["world", "stage"] | dist.ProcessGroup = "world",
 ) -> None:
     """Raise on every rank unless ``value`` is the same on all of them.
 
@@ -22,20 +26,22 @@ def check_same(
         value: What to compare: a digest of the configuration, say.
         what: Its name in the error.
         mesh: The mesh.
-        among: Compare over the whole mesh, or only within each pipeline stage.
+        among: Compare over the whole mesh, or only within each pipeline stage, or over the ranks
+            of a group (then all of them make this call).
 
     Raises:
         MismatchError: On every rank alike, naming each value and the ranks that hold it.
     """
-    group = mesh.world_group if among == "world" else mesh.dp_group
-    if group is None:
+    if mesh.world_group is None:
         return
+    group = among
+    if isinstance(group, str):
+        group = mesh.world_group if group == "world" else mesh.dp_group
     values: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
-    first = 0 if among == "world" else mesh.pp_rank * mesh.plan.dp
     holders: dict[str, list[int]] = {}
-    for rank, held in enumerate(values, start=first):
-        holders.setdefault(held, []).append(rank)
+    for global_rank, held in zip(dist.get_process_group_ranks(group), values, strict=True):
+        holders.setdefault(held, []).append(dist.get_group_rank(mesh.world_group, global_rank))
     if len(holders) > 1:
         listed = "".join(
             f"\n  - {held!r} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,66 +1,29 @@
-"""AdamW whose state is divided among the replicas of each parameter (ZeRO-1)."""
+"""AdamW whose state is divided among the replicas of each parameter (ZeRO-1 and ZeRO-2)."""
 
 import hashlib
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Literal
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import Parameter
 
+from moe_parallel.adamw import AdamWConfig
+from moe_parallel.adamw.config import check_lr
+from moe_parallel.adamw.update import step_scalars, update_adamw
 from moe_parallel.bucket import Bucket
+from moe_parallel.deferral import Deferral, WeightGradient, attach_sink
 from moe_parallel.layout import BucketLayout, ParamSpec, check_specs, plan_buckets
-from moe_parallel.mesh import Mesh
-from moe_parallel.norm import sum_of_squares
+from moe_parallel.mesh import Mesh, stages_group
+from moe_parallel.muon import MuonConfig, update_muon
+from moe_parallel.overlap import Blocks, Launcher
+from moe_parallel.reduction import Wire
 from moe_parallel.self_check import check_same
 from moe_parallel.shard import Shard
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamWConfig:
-    """Hyperparameters, with the meaning they have in ``torch.optim.AdamW``.
-
-    Attributes:
-        lr: Learning rate, unless a step is given another.
-        betas: Decay of the first and the second moment.
-        eps: Added to the root of the second moment.
-        weight_decay: Decay of the parameters that ask for it, per unit of learning rate.
-        max_norm: Gradients with a larger global norm are scaled down to it; ``inf``: never.
-    """
-
-    lr: float
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    max_norm: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_lr(self.lr)
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
-        if not (self.eps > 0 and math.isfinite(self.eps)):
-            raise ValueError(f"eps must be positive and finite, got {self.eps}")
-        if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
-            raise ValueError(f"weight_decay must be finite, 0 or more, got {self.weight_decay}")
-        if not self.max_norm > 0:
-            raise ValueError(f"max_norm must be positive (inf: no clipping), got {self.max_norm}")
-
-
-class StepStats(NamedTuple):
-    """What a step did. 0-dim tensors on the parameters' device: reading one waits for it.
-
-    Attributes:
-        grad_norm: Global norm before clipping, float64, the same bits on every rank; NaN if
-            the step was skipped.
-        clip_coef: What the gradients were multiplied by, float64; 0 if skipped.
-        skipped: bool. A gradient was not finite on some rank, and no rank changed anything.
-    """
-
-    grad_norm: Tensor
-    clip_coef: Tensor
-    skipped: Tensor
+from moe_parallel.step_stats import StepStats, measure
 
 
 class ShardedAdamW:
@@ -79,11 +42,18 @@ class ShardedAdamW:
     and has a master shard only.
 
     Args:
-        specs: The parameters of this rank, in the same order on every rank of a stage.
+        specs: The parameters of this rank, in the order of the forward, the same on every rank
+            of a stage.
         mesh: Where this rank stands.
         config: Hyperparameters, the same on every rank.
         num_experts: Experts of a layer over the whole model.
         bucket_elements: How many elements a buffer may hold, if more than one parameter.
+        muon: Hyperparameters for parameters with ``rule="muon"``.
+        wire: What of float32 gradients goes over the network: ``float32``, or ``bfloat16``, which
+            halves the bytes; sums are made in float32 either way.
+        zero: 1 divides the optimizer state. 2 divides the gradients too: a bucket's exist as a
+            whole only from the first of them to their reduction. That saves memory if a step has
+            one backward, in ``overlapped()``.
 
     Raises:
         ValueError: If a parameter does not fit, see the message.
@@ -111,13 +81,28 @@ class ShardedAdamW:
         num_experts: int,
         *,
         bucket_elements: int = 1 << 25,
+        muon: MuonConfig | None = None,
+        wire: Wire = "float32",
+        zero: Literal[1, 2] = 1,
     ):
         if bucket_elements < 1:
             raise ValueError(f"bucket_elements must be positive, got {bucket_elements}")
+        if wire not in ("float32", "bfloat16"):
+            raise ValueError(f"wire must be 'float32' or 'bfloat16', got {wire!r}")
+        if zero not in (1, 2):
+            raise ValueError(f"zero must be 1 or 2, got {zero!r}")
+        if zero == 2 and mesh.plan.pp > 1:
+            raise ValueError(
+                f"zero=2 is for one backward a step, and a pipeline (pp={mesh.plan.pp}) has several"
+            )
         check_specs(specs, mesh, num_experts)
-        self.mesh, self.config = mesh, config
+        self.mesh, self.config, self.muon = mesh, config, muon or MuonConfig()
+        self._wire: Wire = wire
+        self._zero = zero
+        specs = [replace(s, weight_decay=_decay(s, config)) for s in specs]
         planned = list(plan_buckets(specs, mesh, num_experts, bucket_elements))
-        check_same(repr(config), "the optimizer's configuration", mesh)
+        settings = repr((config, self.muon, wire, zero))
+        check_same(settings, "the optimizer's configuration", mesh)
         check_same(
             _digest([layout for layout, _ in planned]),
             "the list of parameters",
@@ -126,29 +111,107 @@ class ShardedAdamW:
         )
         self._buckets = [self._make_bucket(layout, own) for layout, own in planned]
         self._trained = [bucket for bucket in self._buckets if bucket.layout.trainable]
+        self._places = {
+            id(parameter): (bucket, i)
+            for bucket in self._trained
+            for i, parameter in enumerate(bucket.parameters)
+        }
+        self._launcher = _launcher(self._trained, specs)
+        self._deferral = Deferral()
+        self._blocks: Blocks | None = None
+        self._held: set[int] = set()
+        self._in_last_backward = False
         self._device = specs[0].parameter.device
         # On the device, as whether a step counts is known only there.
         self._step = torch.zeros((), dtype=torch.float32, device=self._device)
-        self._gather()
+        self._gather(self._buckets)
 
-    def _make_bucket(self, layout: BucketLayout, parameters: list) -> Bucket:
+    def _make_bucket(self, layout: BucketLayout, parameters: list[Parameter]) -> Bucket:
         mesh = self.mesh
+        make = partial(Bucket, layout, parameters, wire=self._wire, transient=self._zero == 2)
         if layout.is_expert:
-            return Bucket(layout, parameters, mesh.edp_group, mesh.edp_rank, mesh.plan.edp)
-        return Bucket(layout, parameters, mesh.dp_group, mesh.dp_rank, mesh.plan.dp)
+            return make(mesh.edp_group, mesh.edp_rank, mesh.plan.edp)
+        if layout.shared_by is None:
+            return make(mesh.dp_group, mesh.dp_rank, mesh.plan.dp)
+        group = stages_group(mesh, layout.shared_by)
+        what = f"the list of parameters shared by stages {layout.shared_by}"
+        check_same(_digest([layout]), what, mesh, among=group)
+        rank = layout.shared_by.index(mesh.pp_rank) * mesh.plan.dp + mesh.dp_rank
+        return make(group, rank, len(layout.shared_by) * mesh.plan.dp)
 
     @property
     def step_count(self) -> int:
         """Updates made so far; skipped steps do not count. Reading it waits for the device."""
         return int(self._step)
 
-    def accumulate(self) -> None:
-        """Add each ``.grad`` into the main gradients and clear it: after every backward."""
+    def overlap(self, blocks: Sequence[nn.Module]) -> None:
+        """Reduce gradients while backward still runs, and gather parameters during the forward.
+
+        To be called once. Every block gets a hook on its forward. Backward then reduces the
+        buckets of the blocks that it has passed, if it runs in ``overlapped()``; and ``step``
+        no longer waits for the blocks' parameters, but the forward of each block does. Whoever
+        else reads parameters after a step calls ``synchronize`` first.
+
+        Each block runs once in a forward. Buckets end where they are full, so make
+        ``bucket_elements`` no larger than a block to have one reduced per block.
+
+        Args:
+            blocks: Modules, in the order of the forward.
+        """
+        if self._blocks is not None:
+            raise RuntimeError("overlap() has been called already")
+        self._blocks = Blocks(blocks, self._wait_for, self._on_backward)
+
+    @contextmanager
+    def overlapped(self) -> Iterator[None]:
+        """Wrap the last backward before ``step``: its gradients are reduced as it goes."""
+        self._in_last_backward = True
+        try:
+            yield
+        finally:
+            self._in_last_backward = False
+
+    def attach_sinks(self) -> None:
+        """Give every trained parameter a ``dw_sink``: operators add weight gradients themselves."""
         for bucket in self._trained:
-            bucket.accumulate()
+            for i, parameter in enumerate(bucket.parameters):
+                attach_sink(parameter, self._sink(bucket, i))
+
+    def put_off(self) -> AbstractContextManager[list[Callable[[], None]]]:
+        """Collect weight gradients that come through sinks instead of computing them."""
+        return self._deferral.put_off()
+
+    def hold(self, parameters: Iterable[Parameter]) -> None:
+        """Name parameters that blocks do not know all uses of: a tied embedding, say.
+
+        They are reduced when ``ready`` or ``step`` says so, and ``step`` waits for their values.
+        """
+        self._held |= {id(p) for p in parameters}
+
+    def accumulate(self, parameters: Iterable[Parameter] | None = None) -> None:
+        """Add ``.grad`` into the main gradients and clear it: after every backward.
+
+        Args:
+            parameters: Only these; None takes all.
+        """
+        if parameters is None:
+            for bucket in self._trained:
+                bucket.accumulate(range(len(bucket.parameters)))
+            return
+        for parameter in parameters:
+            place = self._places.get(id(parameter))
+            if place is not None:
+                place[0].accumulate([place[1]])
+
+    def ready(self, parameters: Iterable[Parameter]) -> None:
+        """Take note that these gradients are complete; their buckets are reduced in their turn.
+
+        A parameter that is never named is reduced by ``step``.
+        """
+        self._launcher.ready(parameters)
 
     @torch.no_grad()
-    def step(self, lr: float | None = None) -> StepStats:
+    def step(self, lr: float | None = None, *, veto: Tensor | None = None) -> StepStats:
         """Sum the gradients over ranks, clip them, update, and share the new parameters.
 
         A collective call: every rank makes it. Nothing in it waits for the device. Gradients
@@ -156,85 +219,85 @@ class ShardedAdamW:
 
         Args:
             lr: Learning rate of this step; None takes the configured one.
+            veto: 0-dim bool on the device. If it is true on any rank, no rank changes anything,
+                as if a gradient had not been finite.
         """
         lr = self.config.lr if lr is None else lr
-        _check_lr(lr)
+        check_lr(lr)
         self.accumulate()
+        self._launcher.flush()
         for bucket in self._trained:
-            bucket.start_reduce()
-        for bucket in self._trained:
-            bucket.wait()
-        stats = self._measure()
+            bucket.wait_reduce()
+        stats = measure(
+            (bucket.grad_S for bucket in self._trained),
+            self.mesh,
+            self._device,
+            max_norm=self.config.max_norm,
+            veto=veto,
+            launch_hash=self._launcher.hash,
+        )
         self._update(lr, stats)
-        self._gather()
-        for bucket in self._trained:
-            bucket.zero_grad()
+        self._gather(self._trained)
+        self.zero_grad()
         return stats
 
-    def _measure(self) -> StepStats:
-        """Find the norm with one reduction over the world.
-
-        Every element of the model has one owner, so a plain sum over ranks counts it once.
-        """
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for bucket in self._trained:
-            total += sum_of_squares(bucket.grad_S)
-        finite = total.isfinite()
-        sums = torch.stack([torch.where(finite, total, 0.0), (~finite).double()])
-        if self.mesh.world_group is not None:
-            dist.all_reduce(sums, group=self.mesh.world_group)
-        # A sum of finite parts can still overflow.
-        skipped = (sums[1] > 0) | ~sums[0].isfinite()
-        norm = torch.where(skipped, math.nan, sums[0].sqrt())
-        coef = (self.config.max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return StepStats(norm, torch.where(skipped, 0.0, coef), skipped)
-
     def _update(self, lr: float, stats: StepStats) -> None:
-        """Run AdamW on this rank's slices, with clipping and skipping inside the kernel."""
-        (beta1, beta2), eps = self.config.betas, self.config.eps
+        """Update this rank's slices, with clipping and skipping inside the kernels."""
         found_inf = stats.skipped.float()
-        grad_scale = stats.clip_coef.reciprocal().float()
         self._step += 1
+        scalars_4 = step_scalars(stats.clip_coef, stats.skipped, self._step, self.config)
         for bucket in self._trained:
-            scale = grad_scale
-            if bucket.grad_S.dtype == torch.float64:
-                # The kernel's scale is float32, which would cost half of the digits.
-                bucket.grad_S.mul_(stats.clip_coef)
-                scale = None
-            for decays in (True, False):
-                masters, grads, exp_avgs, exp_avg_sqs = bucket.runs(decays)
-                if not masters:
-                    continue
-                torch._fused_adamw_(
-                    masters,
-                    grads,
-                    exp_avgs,
-                    exp_avg_sqs,
-                    [],
-                    [self._step] * len(masters),
-                    lr=lr,
-                    beta1=beta1,
-                    beta2=beta2,
-                    weight_decay=self.config.weight_decay if decays else 0.0,
-                    eps=eps,
-                    amsgrad=False,
-                    maximize=False,
-                    grad_scale=scale,
-                    found_inf=found_inf,
+            if bucket.layout.matrix is not None:
+                update_muon(
+                    bucket, coef=stats.clip_coef, skipped=stats.skipped, lr=lr, config=self.muon
                 )
+                continue
+            update_adamw(
+                bucket,
+                coef=stats.clip_coef,
+                found_inf=found_inf,
+                step=self._step,
+                scalars_4=scalars_4,
+                lr=lr,
+                config=self.config,
+            )
         self._step -= found_inf
 
-    def _gather(self) -> None:
-        for bucket in self._buckets:
+    def _gather(self, buckets: Sequence[Bucket]) -> None:
+        """Share the new parameters; wait for those that no block waits for."""
+        awaited = set() if self._blocks is None else self._blocks.known() - self._held
+        for bucket in buckets:
             bucket.start_gather()
+        for bucket in buckets:
+            if not all(id(p) in awaited for p in bucket.parameters):
+                bucket.wait_gather()
+
+    def synchronize(self) -> None:
+        """Wait until all parameters have their values (on a GPU: let the stream wait)."""
         for bucket in self._buckets:
-            bucket.wait()
+            bucket.wait_gather()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of this step. ``step`` does so itself.
+
+        A collective call if some have been reduced already, as others take part in that.
+        """
+        for bucket in self._trained:
+            bucket.zero_grad()
+        self._launcher.restart()
+        if self._blocks is not None:
+            self._blocks.restart()
+
+    def launches(self) -> list[tuple[str, int]]:
+        """Return what this rank has begun to reduce in this step, in order: names and elements."""
+        return list(self._launcher.history)
 
     def shards(self) -> list[Shard]:
         """Return this rank's state as views, for a checkpoint to read or to write into.
 
         Over all ranks they cover every element of every parameter exactly once.
         """
+        self.synchronize()
         return [shard for bucket in self._buckets for shard in bucket.shards()]
 
     @torch.no_grad()
@@ -250,20 +313,64 @@ class ShardedAdamW:
         if step_count < 0:
             raise ValueError(f"step_count must be 0 or more, got {step_count}")
         self._step.fill_(step_count)
-        self._gather()
-        for bucket in self._trained:
-            bucket.zero_grad()
+        self._gather(self._buckets)
+        self.zero_grad()
+
+    def _sink(self, bucket: Bucket, index: int) -> Callable[[WeightGradient], None]:
+        def sink(run: WeightGradient) -> None:
+            self._deferral.submit(lambda: bucket.add(index, run))
+
+        return sink
+
+    def _wait_for(self, parameters: Sequence[Parameter]) -> None:
+        for parameter in parameters:
+            place = self._places.get(id(parameter))
+            if place is not None:
+                place[0].wait_gather()
+
+    def _on_backward(self, index: int) -> None:
+        if self._in_last_backward:
+            # After the weight gradients of the block, wherever these are now.
+            self._deferral.submit(lambda: self._finish_block(index))
+
+    @torch.no_grad()
+    def _finish_block(self, index: int) -> None:
+        blocks = self._blocks
+        if blocks is None:
+            return
+        self.accumulate(blocks.parameters(index))
+        self.ready(p for p in blocks.finish(index) if id(p) not in self._held)
 
 
-def _check_lr(lr: float) -> None:
-    if not (lr >= 0 and math.isfinite(lr)):
-        raise ValueError(f"lr must be finite, 0 or more, got {lr}")
+def _decay(spec: ParamSpec, config: AdamWConfig) -> float:
+    if isinstance(spec.weight_decay, bool):
+        return config.weight_decay if spec.weight_decay else 0.0
+    return spec.weight_decay
+
+
+def _launcher(trained: Sequence[Bucket], specs: Sequence[ParamSpec]) -> Launcher:
+    """Order buckets as backward completes them: by their earliest parameter, the last first.
+
+    Those that several stages share come at the end, so that no stage waits for another with
+    buckets of its own left to begin.
+    """
+    position = {id(spec.parameter): i for i, spec in enumerate(specs)}
+
+    def key(bucket: Bucket) -> tuple[bool, int]:
+        first = min(position[id(p)] for p in bucket.parameters)
+        return bucket.layout.shared_by is not None, -first
+
+    ordered = sorted(trained, key=key)
+    return Launcher(ordered, [bucket.layout.segments[0].name for bucket in ordered])
 
 
 def _digest(layouts: list[BucketLayout]) -> str:
     # Where a rank's experts begin is the one thing that differs by right.
     plain = [
-        (b.is_expert, b.dtype, b.trainable, [(s.name, s.shape, s.weight_decay) for s in b.segments])
+        (
+            (b.is_expert, b.dtype, b.trainable, b.matrix, b.shared_by),
+            [(s.name, s.shape, s.weight_decay) for s in b.segments],
+        )
         for b in layouts
     ]
     return hashlib.sha256(repr(plain).encode()).hexdigest()[:16]

@@ -1,5 +1,6 @@
 """The pipeline engine: what the user makes once and calls each step."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -94,6 +95,8 @@ class Pipeline:
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._links = Links.create(mesh, probe)
         target.attach_sinks()
+        uses = Counter(id(p) for stage in stages.values() for p in set(stage.parameters()))
+        target.hold(p for p in tensors if uses[id(p)] > 1)
 
     @property
     def num_stages(self) -> int:
