@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
@@ -26,6 +26,22 @@ DEADLINE = 30.0
 _INTERPRETER = threading.RLock()
 
 
+class Event(NamedTuple):
+    """A step that a rank took.
+
+    Attributes:
+        rank: Who.
+        step: What.
+        clock: Whose epoch.
+        epoch: Of which it was, less its lag.
+    """
+
+    rank: int
+    step: Step
+    clock: Clock
+    epoch: int
+
+
 class Channel:
     """Runs the steps of the protocol on one rank.
 
@@ -45,7 +61,8 @@ class Channel:
         held: Epochs whose receive buffer is lent out.
         met: Of each parity, the last epoch in which ranks told each other counts.
         captured: Whether an exchange was captured in a CUDA graph, so that ``epochs`` may lag.
-        trace: If a list, what was done is appended to it, for the simulator to replay.
+        trace: If a list, steps are appended to it, for the simulator to replay. Ranks that are
+            threads may share one.
         pace: If set, called before each step; tests decide there who goes first.
 
     Raises:
@@ -93,7 +110,7 @@ class Channel:
         self.captured = False
         self.met = [0, 0]
         self.layers, self.layer = [layer], layer
-        self.trace: list[tuple[Any, ...]] | None = None
+        self.trace: list[Event] | None = None
         self.pace: Callable[[int, Step], None] | None = None
         self.remote = Remote.of(self)
         self._pinned = (
@@ -153,6 +170,9 @@ class Channel:
             lag = step.lag + back
             if step.op is Op.ADVANCE:
                 self.epochs[clock] += 1
+            if step.op is not Op.WAIT:  # what others can see is noted before they see it
+                self._trace(step, clock, lag)
+            if step.op is Op.ADVANCE:
                 self.launch(self.agree.advance_kernel, (1,), self.state, int(clock), num_warps=1)
             elif step.op is Op.SIGNAL:
                 self._signal(_kind(step), clock, lag)
@@ -160,8 +180,12 @@ class Channel:
                 self._wait(_kind(step), clock, lag)
             elif actions is not None:
                 actions[step.op]()
-            if self.trace is not None:
-                self.trace.append((step.op, step.kind, clock, self.epochs[clock] - lag))
+            if step.op is Op.WAIT:
+                self._trace(step, clock, lag)
+
+    def _trace(self, step: Step, clock: Clock, lag: int) -> None:
+        if self.trace is not None:
+            self.trace.append(Event(self.rank, step, clock, self.epochs[clock] - lag))
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Launch a kernel on the current stream."""
@@ -250,6 +274,12 @@ class Channel:
         if self.interpreted and self._noted[self.agree.FAILED.value]:
             self.abort()
             self.check()
+        if self.interpreted and self.state[clock].item() != self.epochs[clock]:
+            self.abort()
+            raise RuntimeError(
+                f"rank {self.rank} counts epoch {self.epochs[clock]} on the host and "
+                f"{self.state[clock].item()} on the device"
+            )
 
     def _wait_on_host(self, kind: Kind, epoch: int) -> None:
         """Let go of the core while the interpreter would only spin."""

@@ -16,7 +16,7 @@ the order of the ranks.
 
 from moe_dispatch.testing.case import DispatchCase
 from moe_dispatch.testing.laws import check_dispatcher, check_trips
-from moe_dispatch.testing.rowwise import plan_for, travel_on_threads
+from moe_dispatch.testing.rowwise import plan_for, poison, travel_on_threads
 from moe_dispatch.testing.strategies import dispatch_cases
 from moe_dispatch.testing.threads import run_on_threads
 from moe_dispatch.testing.trip import Trip, gain_experts, travel
@@ -29,6 +29,7 @@ __all__ = [
     "dispatch_cases",
     "gain_experts",
     "plan_for",
+    "poison",
     "run_on_threads",
     "travel",
     "travel_on_threads",

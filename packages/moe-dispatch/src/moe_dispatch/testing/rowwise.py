@@ -1,12 +1,13 @@
 """The row-wise dispatcher on virtual ranks, for the laws to be tried on."""
 
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from moe_dispatch.heaps import SymmetricHeap
-from moe_dispatch.rowwise import RowPlan, RowwiseDispatcher
+from moe_dispatch.rowwise import Channel, RowPlan, RowwiseDispatcher
 from moe_dispatch.rowwise.warm import warm_up
 from moe_dispatch.testing.case import DispatchCase
 from moe_dispatch.testing.threads import run_on_threads
@@ -38,11 +39,20 @@ def travel_on_threads(
     case: DispatchCase,
     device: str | torch.device = "cpu",
     deadline: float = 60.0,
+    modules: dict[str, ModuleType] | None = None,
     **options: Any,
 ) -> list[Trip]:
-    """Take a case through ``RowwiseDispatcher`` on virtual ranks, for ``check_dispatcher``."""
+    """Take a case through ``RowwiseDispatcher`` on virtual ranks, for ``check_dispatcher``.
+
+    Args:
+        case: What to dispatch.
+        device: Of all ranks.
+        deadline: Of each wait, in seconds.
+        modules: In place of those of the package, by their name in ``Channel``.
+        options: Fields of the plan.
+    """
     plan = plan_for(case, **options)
-    args = (plan, case, deadline, device)
+    args = (plan, case, deadline, device, modules or {})
     prepare = None if torch.device(device).type == "cpu" else partial(warm_up, plan, device)
     return run_on_threads(
         _travel, case.world_size, plan.heap_bytes, *args, device=device, prepare=prepare
@@ -55,8 +65,21 @@ def _travel(
     case: DispatchCase,
     deadline: float,
     device: str | torch.device,
+    modules: dict[str, ModuleType],
 ) -> Trip:
-    with RowwiseDispatcher(plan, heap, deadline=deadline) as dispatcher:
-        trip = travel(dispatcher, case, device=device)
-        dispatcher.check()
+    with Channel(plan, heap, deadline=deadline, **modules) as channel:
+        poison(channel)
+        trip = travel(RowwiseDispatcher.on(channel), case, device=device)
+        channel.check()
     return trip
+
+
+def poison(channel: Channel) -> None:
+    """Fill the buffers with NaN and -1, so that whoever uses what nobody stored is found.
+
+    Collective, before the first exchange.
+    """
+    for name in ("rows", "weight", "row", "origin", "results", "scalars"):
+        field = channel.fields[name]
+        channel.heap.local[field.at : field.at + field.num_bytes] = 0xFF
+    channel.heap.host_barrier()
