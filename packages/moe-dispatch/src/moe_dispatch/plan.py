@@ -1,5 +1,6 @@
 """What the ranks agree on before any row travels: sizes, policies, and who needs how many bytes."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -192,6 +193,24 @@ class RowPlan:
         """Bytes of symmetric memory of each rank."""
         last = list(self.fields().values())[-1]
         return last.at + _round_up(last.num_bytes, FIELD_ALIGN)
+
+    def grown(self, rows: int) -> "RowPlan":
+        """Return the plan with a buffer for at least this many rows, and some to spare.
+
+        For a step that is repeated since more rows came than fit: ``rows`` is what
+        ``RowwiseDispatcher.most_rows`` says, the same on every rank.
+
+        Examples:
+            >>> plan = RowPlan(world_size=2, num_experts=4, max_tokens=100, top_k=2, dim=8,
+            ...                overflow="retry", capacity_factor=1.0)
+            >>> plan.capacity, plan.grown(rows=320).capacity, plan.grown(rows=10**6).capacity
+            (200, 360, 400)
+        """
+        if self.capacity_factor is None:
+            return self
+        mean = max(1, self.max_tokens * self.top_k)
+        factor = max(self.capacity_factor, math.ceil(9 * rows / 8) / mean)
+        return dataclasses.replace(self, capacity_factor=factor)
 
     def memory(self) -> "Memory":
         """Return what one dispatcher and one layer in flight need, in bytes of each rank."""

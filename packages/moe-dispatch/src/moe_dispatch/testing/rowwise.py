@@ -1,7 +1,6 @@
 """The row-wise dispatcher on virtual ranks, for the laws to be tried on."""
 
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ def travel_on_threads(
     case: DispatchCase,
     device: str | torch.device = "cpu",
     deadline: float = 60.0,
-    modules: dict[str, ModuleType] | None = None,
+    modules: dict[str, Any] | None = None,
     **options: Any,
 ) -> list[Trip]:
     """Take a case through ``RowwiseDispatcher`` on virtual ranks, for ``check_dispatcher``.
@@ -65,7 +64,7 @@ def _travel(
     case: DispatchCase,
     deadline: float,
     device: str | torch.device,
-    modules: dict[str, ModuleType],
+    modules: dict[str, Any],
 ) -> Trip:
     with Channel(plan, heap, deadline=deadline, **modules) as channel:
         poison(channel)

@@ -171,7 +171,7 @@ class Simulator:
     def _turns(self, rank: int) -> list[Callable[[int], bool]]:
         if self.mood == "late reads" and rank == self.odd:
             return [self._main]
-        turns = [self._end, self._main]
+        turns: list[Callable[[int], bool]] = [self._end, self._main]
         return turns if self.chance.random() < 0.5 else turns[::-1]
 
     def _deliver(self) -> bool:
