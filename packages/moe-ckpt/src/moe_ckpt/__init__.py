@@ -37,6 +37,7 @@ from moe_ckpt.export import export_safetensors
 from moe_ckpt.grid import chunk_shape
 from moe_ckpt.hf import export_hf, import_hf
 from moe_ckpt.loader import Loaded, load
+from moe_ckpt.objects import ObjectPath, as_place
 from moe_ckpt.reader import CheckpointReader, Verified, open_checkpoint, problems, verify
 from moe_ckpt.shard import Shard
 from moe_ckpt.snapshot import HostArena, HostBuffer, Snapshot
@@ -71,6 +72,7 @@ __all__ = [
     "MissingChunkError",
     "MissingTensorError",
     "NotACheckpointError",
+    "ObjectPath",
     "RankFailedError",
     "RankMismatchError",
     "RenameError",
@@ -86,6 +88,7 @@ __all__ = [
     "TensorError",
     "TruncatedChunkError",
     "Verified",
+    "as_place",
     "chunk_shape",
     "collect",
     "compare",

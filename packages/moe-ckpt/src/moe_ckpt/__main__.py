@@ -9,6 +9,7 @@ from pathlib import Path
 from moe_ckpt import commands
 from moe_ckpt.commands import BAD, USAGE
 from moe_ckpt.errors import CheckpointError
+from moe_ckpt.objects import as_place
 from moe_ckpt.rounding import DTYPES
 
 PLACE = "a checkpoint, or of a run: its newest one"
@@ -45,14 +46,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="moe-ckpt",
         description="Look at checkpoints, check, compare, convert and delete them.",
-        epilog="Exit codes: 0 good, 1 bad, different or refused, 2 wrong usage.",
+        epilog="Directories may be in an object store: s3://BUCKET/RUN, gs://BUCKET/RUN, or the "
+        "JSON of a key-value store of tensorstore. "
+        "Exit codes: 0 good, 1 bad, different or refused, 2 wrong usage.",
     )
     add = parser.add_subparsers(required=True, metavar="COMMAND").add_parser
 
     def command(name: str, run: Callable[[argparse.Namespace], int], text: str, *paths: str):
         sub = add(name, help=text, description=text)
         for path, what in zip(paths[::2], paths[1::2], strict=True):
-            sub.add_argument(path.lower(), metavar=path, type=Path, help=what)
+            local = path in ("OUT", "SOURCE")
+            sub.add_argument(
+                path.lower(), metavar=path, type=Path if local else as_place, help=what
+            )
         sub.add_argument("--json", action="store_true", help="print one JSON value")
         # What is not there yet is made: the second path of export and of import.
         there = paths[::2] if name == "diff" else paths[:1]

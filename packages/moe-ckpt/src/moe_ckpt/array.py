@@ -19,6 +19,7 @@ from moe_ckpt.errors import (
     TruncatedChunkError,
 )
 from moe_ckpt.grid import Grid
+from moe_ckpt.objects import Place
 
 CRC_BYTES = 4
 WINDOW_BYTES = 64 << 20
@@ -48,12 +49,12 @@ class ArrayInfo:
         """Length of the file of a chunk, with its checksum."""
         return self.grid.chunk_size * np.dtype(self.dtype).itemsize + CRC_BYTES
 
-    def directory(self, checkpoint: Path) -> Path:
-        """Return where the array is in a checkpoint."""
+    def directory(self, checkpoint: Any) -> Any:
+        """Return where the array is in a checkpoint, a path or a place in an object store."""
         return checkpoint / "arrays" / self.name / self.kind
 
-    def chunk_file(self, checkpoint: Path, number: int) -> Path:
-        """Return the file of a chunk: ``c.1.0``, or ``c`` for a scalar."""
+    def chunk_file(self, checkpoint: Any, number: int) -> Any:
+        """Return the file or object of a chunk: ``c.1.0``, or ``c`` for a scalar."""
         return self.directory(checkpoint) / ".".join(["c", *map(str, self.grid.index(number))])
 
 
@@ -142,6 +143,10 @@ class ChunkWriter:
             future.exception()
         self._flying.clear()
 
+    def stored_crc(self, info: ArrayInfo, number: int) -> int:
+        """Return the checksum at the end of a chunk that was written, from its file."""
+        return stored_crc(self.checkpoint, info, number)
+
 
 def stored_crc(checkpoint: Path, info: ArrayInfo, number: int) -> int:
     """Return the checksum at the end of the file of a chunk.
@@ -156,19 +161,19 @@ def stored_crc(checkpoint: Path, info: ArrayInfo, number: int) -> int:
             size = os.fstat(file.fileno()).st_size
             if size != info.chunk_bytes:
                 raise TruncatedChunkError(
-                    f"{_label(info, number)}: {path} has {size} bytes, "
+                    f"{chunk_label(info, number)}: {path} has {size} bytes, "
                     f"a chunk has {info.chunk_bytes}",
-                    **_details(info, number, path),
+                    **chunk_details(info, number, path),
                 )
             file.seek(size - CRC_BYTES)
             return int.from_bytes(file.read(CRC_BYTES), "little")
     except FileNotFoundError as error:
         raise MissingChunkError(
-            f"{_label(info, number)}: {path} is missing", **_details(info, number, path)
+            f"{chunk_label(info, number)}: {path} is missing", **chunk_details(info, number, path)
         ) from error
 
 
-def check_metadata(checkpoint: Path, info: ArrayInfo) -> None:
+def check_metadata(checkpoint: Place, info: ArrayInfo) -> None:
     """Raise unless ``zarr.json`` is, byte for byte, what the manifest implies.
 
     Raises:
@@ -188,7 +193,7 @@ def check_metadata(checkpoint: Path, info: ArrayInfo) -> None:
         )
 
 
-def read_chunks(
+def read_files(
     checkpoint: Path, info: ArrayInfo, numbers: Iterable[int]
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield chunks as flat arrays, each checked against the manifest before it is yielded.
@@ -212,32 +217,21 @@ def _start_reading(checkpoint: Path, info: ArrayInfo, store: Any, number: int) -
     if crc != info.crcs[number]:
         # Either the checksum on disk was hit, or the whole chunk is another, sound one.
         _finish_reading(checkpoint, info, number, future)
-        raise _swapped(checkpoint, info, number, crc, " is sound but")
+        raise swapped(checkpoint, info, number, crc, " is sound but")
     return future
 
 
-def check_stored(checkpoint: Path, info: ArrayInfo, number: int) -> None:
-    """Compare the length and the last four bytes of a chunk with the manifest.
-
-    Raises:
-        ChunkError: Of the class that says what is wrong. A chunk with another checksum than the
-            manifest says counts as another chunk, though the checksum itself may have been hit.
-    """
-    crc = stored_crc(checkpoint, info, number)
-    if crc != info.crcs[number]:
-        raise _swapped(checkpoint, info, number, crc, "")
-
-
-def _swapped(
-    checkpoint: Path, info: ArrayInfo, number: int, crc: int, but: str
+def swapped(
+    checkpoint: Place, info: ArrayInfo, number: int, crc: int, but: str
 ) -> SwappedChunkError:
+    """Return the error of a chunk whose checksum is not that of the manifest."""
     path = info.chunk_file(checkpoint, number)
     like = [info.grid.index(int(n)) for n in np.flatnonzero(info.crcs == crc)]
     hint = f", which is that of chunk {like[0]}" if like else ""
     return SwappedChunkError(
-        f"{_label(info, number)}: {path}{but} is not the chunk that was saved: its "
+        f"{chunk_label(info, number)}: {path}{but} is not the chunk that was saved: its "
         f"checksum is {crc:08x}{hint}, the manifest says {int(info.crcs[number]):08x}",
-        **_details(info, number, path),
+        **chunk_details(info, number, path),
     )
 
 
@@ -252,15 +246,17 @@ def _finish_reading(
         if "DATA_LOSS" not in str(error) and "Digest mismatch" not in str(error):
             raise
         raise CorruptChunkError(
-            f"{_label(info, number)}: the bytes of {path} do not give its checksum",
-            **_details(info, number, path),
+            f"{chunk_label(info, number)}: the bytes of {path} do not give its checksum",
+            **chunk_details(info, number, path),
         ) from error
 
 
-def _label(info: ArrayInfo, number: int) -> str:
+def chunk_label(info: ArrayInfo, number: int) -> str:
+    """Return how messages call a chunk."""
     return f"tensor {info.name}/{info.kind}, chunk {info.grid.index(number)}"
 
 
-def _details(info: ArrayInfo, number: int, path: Path) -> dict[str, Any]:
+def chunk_details(info: ArrayInfo, number: int, path: Place) -> dict[str, Any]:
+    """Return the facts of an error about a chunk."""
     chunk = list(info.grid.index(number))
     return {"tensor": info.name, "kind": info.kind, "chunk": chunk, "file": str(path)}

@@ -4,12 +4,12 @@ import json
 import logging
 import threading
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from moe_ckpt.comm import Alone, Communicator, Together
 from moe_ckpt.manifest import state_bytes
+from moe_ckpt.objects import Place
 from moe_ckpt.shard import Shard
 from moe_ckpt.snapshot import HostArena, HostBuffer, Snapshot
 from moe_ckpt.writer import Call, save_views
@@ -57,7 +57,7 @@ class AsyncSaver:
 
     def __init__(
         self,
-        root: str | Path,
+        root: str | Place,
         *,
         comm: Communicator | None = None,
         buffer: HostBuffer | None = None,
@@ -69,7 +69,7 @@ class AsyncSaver:
         self.keep, self.overwrite = keep, overwrite
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._path: Path | None = None
+        self._path: Place | None = None
 
     @property
     def busy(self) -> bool:
@@ -114,7 +114,7 @@ class AsyncSaver:
         if not self.busy:
             self.wait()
 
-    def wait(self) -> Path | None:
+    def wait(self) -> Place | None:
         """Wait for the save that is running, if any.
 
         Returns:

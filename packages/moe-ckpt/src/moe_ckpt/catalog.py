@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moe_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptFileError
 from moe_ckpt.manifest import Manifest, read_manifest
+from moe_ckpt.objects import ObjectPath, Place, as_place
 
 LATEST = "LATEST"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -26,7 +27,7 @@ class Checkpoint:
         manifest_sha256: Of ``manifest.json``.
     """
 
-    path: Path
+    path: Place
     step: int
     sequence: int
     manifest_sha256: str
@@ -41,7 +42,7 @@ class Skipped:
         reason: Why.
     """
 
-    path: Path
+    path: Place
     reason: str
 
 
@@ -59,7 +60,7 @@ class Catalog:
     valid: tuple[Checkpoint, ...]
     skipped: tuple[Skipped, ...]
     errors: tuple[CheckpointError, ...] = field(repr=False)
-    leftovers: tuple[Path, ...]
+    leftovers: tuple[Place, ...]
 
 
 def step_directory(root: Path, step: int) -> Path:
@@ -75,8 +76,46 @@ def step_of(name: str) -> int | None:
     return int(match[1])
 
 
-def scan(root: Path) -> Catalog:
+def commit_of(root: ObjectPath, step: int) -> ObjectPath:
+    """Return the object that makes a checkpoint of a step, in an object store."""
+    return root / "commits" / f"step-{step:08d}"
+
+
+def find_step(root: Place, step: int) -> Place | None:
+    """Return where the checkpoint of a step is, damaged or not, or None if there is none.
+
+    Raises:
+        CorruptFileError: If an object store has one and what names its data is damaged.
+    """
+    if isinstance(root, ObjectPath):
+        return _committed(root, step)[0] if commit_of(root, step).is_file() else None
+    path = step_directory(root, step)
+    return path if path.exists() else None
+
+
+def _committed(root: ObjectPath, step: int) -> tuple[ObjectPath, str]:
+    place = commit_of(root, step)
+    try:
+        fields = json.loads(place.read_bytes())
+        return root / "data" / str(fields["data"]), str(fields["manifest_sha256"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptFileError(
+            f"{place} cannot be understood: {error!r}", file=str(place)
+        ) from error
+
+
+def _read_committed(root: ObjectPath, step: int) -> Checkpoint:
+    path, seal = _committed(root, step)
+    found = checkpoint_of(path, read_manifest(path))
+    if found.manifest_sha256 != seal or found.step != step:
+        raise CorruptFileError(f"{commit_of(root, step)} is not of {path}", file=str(path))
+    return found
+
+
+def scan(root: Place) -> Catalog:
     """Read the manifest of every checkpoint in ``root``, which may not exist."""
+    if isinstance(root, ObjectPath):
+        return _scan_objects(root)
     names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
     steps = sorted((s for s in map(step_of, names) if s is not None), reverse=True)
     valid, skipped, errors = [], [], []
@@ -94,7 +133,27 @@ def scan(root: Path) -> Catalog:
     return Catalog(tuple(valid), tuple(skipped), tuple(errors), tuple(leftovers))
 
 
-def checkpoint_of(path: Path, manifest: Manifest) -> Checkpoint:
+def _scan_objects(root: ObjectPath) -> Catalog:
+    found = (step_of(entry.name) for entry in (root / "commits").iterdir())
+    steps = sorted((step for step in found if step is not None), reverse=True)
+    valid, skipped, errors, data = [], [], [], set()
+    for step in steps:
+        path = commit_of(root, step)
+        try:
+            path = _committed(root, step)[0]
+            data.add(path.name)
+            valid.append(_read_committed(root, step))
+        except CheckpointError as error:
+            skipped.append(Skipped(path, f"{type(error).__name__}: {error}"))
+            errors.append(error)
+    valid.sort(key=lambda checkpoint: (checkpoint.sequence, checkpoint.step), reverse=True)
+    skipped += _check_hint(root, valid)
+    begun = [entry.name for entry in (root / "begun").iterdir()]
+    leftovers = [root / "data" / name for name in begun if name not in data]
+    return Catalog(tuple(valid), tuple(skipped), tuple(errors), tuple(leftovers))
+
+
+def checkpoint_of(path: Place, manifest: Manifest) -> Checkpoint:
     """Return the entry of a checkpoint.
 
     Raises:
@@ -106,7 +165,7 @@ def checkpoint_of(path: Path, manifest: Manifest) -> Checkpoint:
     return Checkpoint(path, manifest.step, manifest.sequence, manifest.sha256)
 
 
-def _check_hint(root: Path, valid: list[Checkpoint]) -> list[Skipped]:
+def _check_hint(root: Place, valid: list[Checkpoint]) -> list[Skipped]:
     # LATEST is for people and scripts. It lags behind by one if a save died just before writing
     # it; it names what is not there if the newest checkpoint was lost.
     path = root / LATEST
@@ -122,7 +181,7 @@ def _check_hint(root: Path, valid: list[Checkpoint]) -> list[Skipped]:
     return [Skipped(path, f"names step {step} with manifest {sha256[:12]}…, which is not here")]
 
 
-def find_latest(root: str | Path) -> Checkpoint | None:
+def find_latest(root: str | Place) -> Checkpoint | None:
     """Return the newest checkpoint of which manifest, state and checksums are intact.
 
     It reads these small files of every checkpoint and no chunk. Newest is the one that was saved
@@ -135,13 +194,13 @@ def find_latest(root: str | Path) -> Checkpoint | None:
         None if the root does not exist or holds no sound checkpoint. If it holds damaged ones
         they are logged; ``load`` and ``scan`` tell that apart from a root that was never used.
     """
-    catalog = scan(Path(root))
+    catalog = scan(as_place(root))
     for skipped in catalog.skipped:
         logger.warning("skipped %s: %s", skipped.path, skipped.reason)
     return catalog.valid[0] if catalog.valid else None
 
 
-def not_found(root: Path, catalog: Catalog, step: int | None) -> CheckpointNotFound:
+def not_found(root: Place, catalog: Catalog, step: int | None) -> CheckpointNotFound:
     """Return the error that says what there is instead."""
     what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
     if not root.exists():

@@ -4,12 +4,15 @@ import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_ckpt import files
-from moe_ckpt.catalog import Catalog, scan
-from moe_ckpt.errors import CheckpointNotFound, DamageError, NotACheckpointError
+from moe_ckpt.catalog import LATEST, Catalog, commit_of, find_step, scan
+from moe_ckpt.errors import CheckpointError, CheckpointNotFound, DamageError, NotACheckpointError
+from moe_ckpt.lease import Lease
+from moe_ckpt.manifest import read_manifest
+from moe_ckpt.object_commit import delete, discard
+from moe_ckpt.objects import ObjectPath, Place, as_place
 
 
 class Garbage(NamedTuple):
@@ -21,7 +24,7 @@ class Garbage(NamedTuple):
         nbytes: That it takes on disk.
     """
 
-    path: Path
+    path: Place
     reason: str
     nbytes: int
 
@@ -36,7 +39,7 @@ class Collected:
     """
 
     garbage: tuple[Garbage, ...]
-    kept: tuple[Path, ...]
+    kept: tuple[Place, ...]
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +48,7 @@ class Collected:
 
 
 def collect(
-    root: str | Path, *, keep: int | None = None, damaged: bool = False, dry_run: bool = False
+    root: str | Place, *, keep: int | None = None, damaged: bool = False, dry_run: bool = False
 ) -> Collected:
     """Delete unfinished saves and, on request, old and damaged checkpoints.
 
@@ -63,20 +66,17 @@ def collect(
         CheckpointNotFound: If there is no such directory.
         RootLockedError: If a run is saving to it.
     """
-    root = Path(root)
+    root = as_place(root)
     if keep is not None and keep < 1:
         raise ValueError(f"keep must be at least 1 or None, it is {keep}")
     if not root.is_dir():
         raise CheckpointNotFound(f"{root} does not exist")
-    with files.locked(root, -1):
+    nonce = uuid.uuid4().hex
+    with Lease(root, -1, nonce) if isinstance(root, ObjectPath) else files.locked(root, -1):
         catalog = scan(root)
         garbage = tuple(_garbage(catalog, keep, damaged))
         for item in () if dry_run else garbage:
-            # Out of sight of readers at once; what is then half deleted is no checkpoint.
-            trash = root / f".trash-{uuid.uuid4().hex}"
-            os.rename(item.path, trash)
-            files.sync(root)
-            files.remove(trash)
+            _delete(root, item.path)
     return Collected(garbage, tuple(c.path for c in catalog.valid[:keep]))
 
 
@@ -86,13 +86,37 @@ def _garbage(catalog: Catalog, keep: int | None, damaged: bool) -> Iterator[Garb
     for checkpoint in catalog.valid[keep:] if keep is not None else ():
         yield Garbage(checkpoint.path, f"older than the newest {keep}", size_of(checkpoint.path))
     if damaged and catalog.valid:
-        broken = [item for item in catalog.skipped if item.path.is_dir()]
+        broken = [item for item in catalog.skipped if item.path.name != LATEST]
         for item, error in zip(broken, catalog.errors, strict=True):
             if isinstance(error, DamageError | NotACheckpointError):
                 yield Garbage(item.path, f"damaged: {item.reason}", size_of(item.path))
 
 
-def size_of(path: Path) -> int:
-    """Return the bytes of a file, or of all files below a directory."""
+def _delete(root: Place, path: Any) -> None:
+    if isinstance(root, ObjectPath):
+        step = int(path.name.removeprefix("step-").partition(".")[0])
+        place = commit_of(root, step)
+        if path == place or (place.is_file() and find_step(root, step) == path):
+            delete(root, step, path.name)
+        else:
+            discard(root, path.name)
+        return
+    # Out of sight of readers at once; what is then half deleted is no checkpoint.
+    trash = root / f".trash-{uuid.uuid4().hex}"
+    os.rename(path, trash)
+    files.sync(root)
+    files.remove(trash)
+
+
+def size_of(path: Place) -> int:
+    """Return the bytes of a file, or of all files below a directory.
+
+    In an object store those of the chunks, as far as there is a manifest that says so.
+    """
+    if isinstance(path, ObjectPath):
+        try:
+            return sum(len(i.grid) * i.chunk_bytes for i in read_manifest(path).arrays)
+        except CheckpointError:
+            return 0
     found = [path] if path.is_file() else path.rglob("*")
     return sum(file.stat().st_size for file in found if file.is_file())

@@ -18,6 +18,7 @@ from moe_ckpt.errors import CheckpointError
 from moe_ckpt.export import export_safetensors
 from moe_ckpt.hf import export_hf, import_hf
 from moe_ckpt.manifest import digest
+from moe_ckpt.objects import Place
 from moe_ckpt.progress import Bar
 from moe_ckpt.reader import open_checkpoint, problems, summary
 
@@ -186,7 +187,7 @@ def gc(options: Namespace) -> int:
     return OK
 
 
-def resolve(path: Path) -> Path:
+def resolve(path: Place) -> Place:
     """Return the newest checkpoint if ``path`` is a run, else ``path``."""
     if step_of(path.name) is None and (catalog := scan(path)).valid:
         return catalog.valid[0].path

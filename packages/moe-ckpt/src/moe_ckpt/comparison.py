@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moe_ckpt.array import ArrayInfo, read_chunks
+from moe_ckpt.array import ArrayInfo
+from moe_ckpt.chunks import read_chunks
+from moe_ckpt.objects import Place
 from moe_ckpt.progress import no_progress
 from moe_ckpt.reader import CheckpointReader, open_checkpoint
 
@@ -60,8 +61,8 @@ class Comparison:
 
 
 def compare(
-    first: str | Path,
-    second: str | Path,
+    first: str | Place,
+    second: str | Place,
     *,
     values: bool = False,
     progress: Callable[[int, int], None] = no_progress,

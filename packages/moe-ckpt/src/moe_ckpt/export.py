@@ -7,13 +7,14 @@ from pathlib import Path
 from safetensors.numpy import save_file
 
 from moe_ckpt import files
+from moe_ckpt.objects import Place
 from moe_ckpt.reader import open_checkpoint
 from moe_ckpt.rounding import rounded
 
 _DTYPES = ("float32", "bfloat16")
 
 
-def export_safetensors(path: str | Path, out_file: str | Path, dtype: str = "float32") -> Path:
+def export_safetensors(path: str | Place, out_file: str | Path, dtype: str = "float32") -> Path:
     """Write the master weights of a checkpoint to one file, rounded to nearest even.
 
     All of them are in memory at once.

@@ -3,12 +3,12 @@
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from moe_ckpt.catalog import Checkpoint, Skipped, not_found, scan, step_directory
+from moe_ckpt.catalog import Checkpoint, Skipped, find_step, not_found, scan
 from moe_ckpt.comm import Alone, Communicator, Together
 from moe_ckpt.errors import DamageError, RankMismatchError
+from moe_ckpt.objects import Place, as_place
 from moe_ckpt.reader import CheckpointReader
 from moe_ckpt.rules import Fit, Rules, fit
 from moe_ckpt.shard import Shard, View, view_of
@@ -35,7 +35,7 @@ class Loaded:
 
     step: int
     state: dict[str, Any]
-    path: Path
+    path: Place
     skipped: tuple[Skipped, ...]
     bytes_read: int
     bytes_wanted: int = 0
@@ -45,7 +45,7 @@ class Loaded:
 
 
 def load(
-    root: str | Path,
+    root: str | Place,
     into: Iterable[Shard],
     *,
     step: int | None = None,
@@ -90,12 +90,13 @@ def load(
     calls = together.agree({**call, "shards": [view.describe() for view in views]})
     _check_same(calls)
     wanted = {(name, kind) for call in calls for name, kind, *_ in call["shards"]}
-    names, reasons = together.on_first(_candidates, Path(root), step)
+    root = as_place(root)
+    names, reasons = together.on_first(_candidates, root, step)
     # Each rank under its own root: nodes may mount one file system in different places.
-    skipped = [Skipped(Path(root, name), reason) for name, reason in reasons]
+    skipped = [Skipped(root / name, reason) for name, reason in reasons]
     damage = []
     for name, sha256 in names:
-        path = Path(root, name)
+        path = root / name
         try:
             reader, fitted, nbytes = _try(together, path, sha256, views, wanted, rules)
         except DamageError as error:
@@ -110,7 +111,7 @@ def load(
         source = (reader.step, reader.state, reader.path, tuple(skipped))
         return Loaded(*source, nbytes, loaded, fitted.renamed, fitted.missing, fitted.unread)
     for item in skipped:
-        if item.path.name != names[0][0]:
+        if _below(root, item.path) != names[0][0]:
             damage[0].add_note(f"damaged too: {item.path}: {item.reason}")
     raise damage[0]
 
@@ -130,7 +131,7 @@ def _check_same(calls: Sequence[dict[str, Any]]) -> None:
 
 def _try(
     together: Together,
-    path: Path,
+    path: Place,
     sha256: str,
     views: Sequence[View],
     wanted: set[tuple[str, str]],
@@ -146,23 +147,27 @@ def _try(
     return reader, fitted, nbytes or 0
 
 
-def _candidates(root: Path, step: int | None) -> tuple[list[Any], list[Any]]:
+def _candidates(root: Place, step: int | None) -> tuple[list[Any], list[Any]]:
     """Return what to try, newest first, and what is damaged, as JSON for the other ranks."""
     catalog = scan(root)
     found: Sequence[Checkpoint] = catalog.valid
     if step is not None:
-        if step_directory(root, step).exists():
-            reader = CheckpointReader(step_directory(root, step))
-            return [[reader.path.name, reader.manifest.sha256]], []
+        if (place := find_step(root, step)) is not None:
+            reader = CheckpointReader(place)
+            return [[_below(root, place), reader.manifest.sha256]], []
         raise not_found(root, catalog, step)
     if not found:
         raise catalog.errors[0] if catalog.errors else not_found(root, catalog, step)
-    names = [[c.path.name, c.manifest_sha256] for c in found]
-    return names, [[s.path.name, s.reason] for s in catalog.skipped]
+    names = [[_below(root, c.path), c.manifest_sha256] for c in found]
+    return names, [[_below(root, s.path), s.reason] for s in catalog.skipped]
+
+
+def _below(root: Place, place: Any) -> str:
+    return str(place.relative_to(root))
 
 
 def _open(
-    path: Path,
+    path: Place,
     sha256: str,
     views: Sequence[View],
     wanted: set[tuple[str, str]],

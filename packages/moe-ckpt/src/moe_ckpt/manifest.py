@@ -4,7 +4,6 @@ import hashlib
 import importlib.metadata
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import numpy as np
 from moe_ckpt.array import ArrayInfo
 from moe_ckpt.errors import CorruptFileError, FormatVersionError, NotACheckpointError, StateError
 from moe_ckpt.grid import Grid
+from moe_ckpt.objects import Place
 from moe_ckpt.shard import DTYPES, check_name
 
 VERSION = (1, 0)
@@ -110,7 +110,7 @@ def _array_to_json(info: ArrayInfo) -> dict[str, Any]:
     }
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Place) -> Manifest:
     """Read and check the manifest of a checkpoint and the checksums it vouches for.
 
     Raises:
@@ -138,12 +138,12 @@ def read_manifest(path: Path) -> Manifest:
         raise _corrupt(path / MANIFEST, f"cannot be understood: {error!r}") from error
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Place) -> dict[str, Any]:
     """Read the state of a checkpoint whose manifest has been checked."""
     return json.loads(_read(path / STATE))
 
 
-def read_sealed(path: Path, seal: dict[str, Any]) -> bytes:
+def read_sealed(path: Place, seal: dict[str, Any]) -> bytes:
     """Read a file and compare its length and SHA-256 with what the manifest says."""
     data = _read(path)
     if len(data) != seal["bytes"]:
@@ -153,14 +153,14 @@ def read_sealed(path: Path, seal: dict[str, Any]) -> bytes:
     return data
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Place) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
         raise _corrupt(path, "is missing") from error
 
 
-def _corrupt(path: Path, what: str) -> CorruptFileError:
+def _corrupt(path: Place, what: str) -> CorruptFileError:
     return CorruptFileError(f"{path} {what}", file=str(path))
 
 
@@ -171,7 +171,7 @@ def _own_version() -> str:
         return "from a source tree"  # on PYTHONPATH, not installed
 
 
-def _check_version(path: Path, fields: dict[str, Any]) -> None:
+def _check_version(path: Place, fields: dict[str, Any]) -> None:
     if fields["format"] != "moe-ckpt" or fields["version"][0] != VERSION[0]:
         raise FormatVersionError(
             f"{path} has format {fields['format']} version {fields['version']}, "

@@ -3,13 +3,13 @@
 import difflib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moe_ckpt.array import ArrayInfo, check_metadata, check_stored, read_chunks
+from moe_ckpt.array import ArrayInfo, check_metadata
 from moe_ckpt.catalog import Checkpoint, checkpoint_of, step_of
+from moe_ckpt.chunks import check_stored, read_chunks
 from moe_ckpt.errors import (
     CheckpointError,
     CorruptFileError,
@@ -26,6 +26,7 @@ from moe_ckpt.manifest import (
     read_manifest,
     read_state,
 )
+from moe_ckpt.objects import Place, as_place
 from moe_ckpt.progress import no_progress
 
 
@@ -41,8 +42,8 @@ class CheckpointReader:
         FormatVersionError: If this release does not read its format.
     """
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
+    def __init__(self, path: str | Place):
+        self.path = as_place(path)
         try:
             self.manifest: Manifest = read_manifest(self.path)
         except NotACheckpointError:
@@ -139,7 +140,7 @@ def near(label: str, labels: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
-def open_checkpoint(path: str | Path) -> CheckpointReader:
+def open_checkpoint(path: str | Place) -> CheckpointReader:
     """Open one checkpoint for reading, without torch.
 
     Args:
@@ -169,7 +170,7 @@ class Verified:
 
 
 def verify(
-    path: str | Path,
+    path: str | Place,
     *,
     fast: bool = False,
     progress: Callable[[int, int], None] = no_progress,
@@ -187,7 +188,7 @@ def verify(
     """
     for problem in problems(path, fast=fast, progress=progress):
         raise problem
-    return summary(read_manifest(Path(path)))
+    return summary(read_manifest(as_place(path)))
 
 
 def summary(manifest: Manifest) -> Verified:
@@ -198,7 +199,7 @@ def summary(manifest: Manifest) -> Verified:
 
 
 def problems(
-    path: str | Path,
+    path: str | Place,
     *,
     fast: bool = False,
     progress: Callable[[int, int], None] = no_progress,
@@ -229,7 +230,7 @@ def problems(
             yield CorruptFileError(f"{file} does not belong to this checkpoint", file=str(file))
 
 
-def _bad_chunks(path: Path, info: ArrayInfo, fast: bool) -> Iterator[DamageError | None]:
+def _bad_chunks(path: Place, info: ArrayInfo, fast: bool) -> Iterator[DamageError | None]:
     """Yield for every chunk, in order, what is wrong with it or None."""
     first, count = 0, len(info.grid)
     while first < count and not fast:
@@ -249,7 +250,7 @@ def _bad_chunks(path: Path, info: ArrayInfo, fast: bool) -> Iterator[DamageError
         yield _bad_chunk(path, info, number, fast)
 
 
-def _bad_chunk(path: Path, info: ArrayInfo, number: int, fast: bool) -> DamageError | None:
+def _bad_chunk(path: Place, info: ArrayInfo, number: int, fast: bool) -> DamageError | None:
     try:
         if fast:
             check_stored(path, info, number)

@@ -1,39 +1,28 @@
 """Save: plan, exchange fragments, write chunks, commit. All ranks or none."""
 
-import logging
 import operator
-import os
-import shutil
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moe_ckpt import files
-from moe_ckpt.array import ArrayInfo, ChunkWriter, metadata_bytes, stored_crc
-from moe_ckpt.catalog import LATEST, scan, step_directory
+from moe_ckpt import commit, object_commit
+from moe_ckpt.array import ArrayInfo, ChunkWriter
+from moe_ckpt.chunks import chunk_writer
 from moe_ckpt.comm import Alone, Communicator, Together
-from moe_ckpt.errors import (
-    CheckpointError,
-    PeerStoppedError,
-    RankMismatchError,
-    StateError,
-    StepExistsError,
-)
-from moe_ckpt.manifest import MANIFEST, sha256, small_files, state_bytes, to_json
+from moe_ckpt.errors import CheckpointError, PeerStoppedError, RankMismatchError, StateError
+from moe_ckpt.manifest import state_bytes
+from moe_ckpt.object_chunks import ObjectWriter
+from moe_ckpt.objects import ObjectPath, Place, as_place
 from moe_ckpt.plan import ArrayPlan, ChunkPlan, plan_arrays, plan_chunks, rounds
 from moe_ckpt.progress import no_progress
 from moe_ckpt.shard import Shard, View, view_of
 
-logger = logging.getLogger(__name__)
-
 
 def save(
-    root: str | Path,
+    root: str | Place,
     shards: Iterable[Shard],
     *,
     step: int,
@@ -41,7 +30,7 @@ def save(
     comm: Communicator | None = None,
     keep: int | None = 2,
     overwrite: bool = False,
-) -> Path:
+) -> Place:
     """Save what all ranks hold as one checkpoint that knows nothing of the ranks.
 
     Every rank calls it with its own shards and the same other arguments. When it returns, the
@@ -132,7 +121,7 @@ def _call(
     return call
 
 
-def save_views(together: Together, root: str | Path, call: Call | None) -> Path:
+def save_views(together: Together, root: str | Place, call: Call | None) -> Place:
     """Save what all ranks ask for, or raise on all of them.
 
     Args:
@@ -147,19 +136,28 @@ def save_views(together: Together, root: str | Path, call: Call | None) -> Path:
     assert data is not None
     arrays = plan_arrays([c["shards"] for c in calls])
     chunks = plan_chunks(arrays, together.comm.size)
-    root, step = Path(root), calls[0]["step"]
+    root, step = as_place(root), calls[0]["step"]
+    protocol: Any = object_commit if isinstance(root, ObjectPath) else commit
+    infos = _infos(arrays, {})
     with ExitStack() as stack:
-        staging = together.on_first(_open_staging, stack, root, step, arrays, call.overwrite)
+        staging = together.on_first(protocol.open_staging, stack, root, step, infos, call.overwrite)
         # Each rank under its own root: nodes may mount one file system in different places.
         crcs = _write(together, root / staging, call.views, arrays, chunks)
-        together.on_first(_commit, root, root / staging, step, _infos(arrays, crcs), data)
+        final = _infos(arrays, crcs)
+        name = together.on_first(
+            lambda: _below(root, protocol.commit(root, root / staging, step, final, data))
+        )
         if together.comm.rank == 0 and call.keep is not None:
-            _retire(root, call.keep)
-    return step_directory(root, step)
+            protocol.retire(root, call.keep)
+    return root / name
+
+
+def _below(root: Place, place: Any) -> str:
+    return str(place.relative_to(root))
 
 
 def save_arrays(
-    root: str | Path,
+    root: str | Place,
     arrays: Sequence[ArrayPlan],
     produce: Callable[[ArrayPlan, int, int], np.ndarray],
     *,
@@ -168,7 +166,7 @@ def save_arrays(
     keep: int | None = None,
     overwrite: bool = False,
     progress: Callable[[int, int], None] = no_progress,
-) -> Path:
+) -> Place:
     """Save what is made as it is written, a chunk at a time; one process, and no shards.
 
     Args:
@@ -182,12 +180,13 @@ def save_arrays(
         progress: Is called with the bytes done and the bytes in all.
     """
     Call([], step, state, keep, overwrite).check()
-    root, data, infos = Path(root), state_bytes(state), _infos(arrays, {})
+    root, data, infos = as_place(root), state_bytes(state), _infos(arrays, {})
+    protocol: Any = object_commit if isinstance(root, ObjectPath) else commit
     total = sum(a.grid.size * np.dtype(a.dtype).itemsize for a in arrays)
     done, crcs = 0, {}
     with ExitStack() as stack:
-        name = _open_staging(stack, root, step, arrays, overwrite)
-        writer = ChunkWriter(root / name)
+        name = protocol.open_staging(stack, root, step, infos, overwrite)
+        writer = chunk_writer(root / name)
         try:
             for index, array in enumerate(arrays):
                 for number in range(len(array.grid)):
@@ -197,14 +196,14 @@ def save_arrays(
                     progress(done, total)
                 writer.wait()
                 for number in range(len(array.grid)):
-                    crcs[index, number] = stored_crc(root / name, infos[index], number)
+                    crcs[index, number] = writer.stored_crc(infos[index], number)
         except BaseException:
             writer.drain()
             raise
-        _commit(root, root / name, step, _infos(arrays, crcs), data)
+        path = protocol.commit(root, root / name, step, _infos(arrays, crcs), data)
         if keep is not None:
-            _retire(root, keep)
-    return step_directory(root, step)
+            protocol.retire(root, keep)
+    return path
 
 
 def _check_same(calls: Sequence[dict[str, Any]]) -> None:
@@ -218,28 +217,6 @@ def _check_same(calls: Sequence[dict[str, Any]]) -> None:
             raise StateError(f"state has {differing} on one of rank 0 and rank {rank} only")
 
 
-def _open_staging(
-    stack: ExitStack, root: Path, step: int, arrays: Sequence[ArrayPlan], overwrite: bool
-) -> str:
-    files.make_root(root)
-    stack.enter_context(files.locked(root, step))
-    for leftover in scan(root).leftovers:
-        logger.warning("removed %s, left by a save that did not end", leftover)
-        files.remove(leftover)
-    target = step_directory(root, step)
-    if target.exists() and not overwrite:
-        raise StepExistsError(f"{target} is there already; overwrite=True replaces it")
-    staging = root / f".{target.name}.tmp-{uuid.uuid4().hex}"
-    staging.mkdir()
-    stack.callback(lambda: shutil.rmtree(staging, ignore_errors=True))
-    (staging / "arrays").mkdir()
-    for info in _infos(arrays, {}):
-        directory = info.directory(staging)
-        directory.mkdir(parents=True)
-        files.write(directory / "zarr.json", metadata_bytes(info), durable=False)
-    return staging.name
-
-
 def _infos(arrays: Sequence[ArrayPlan], crcs: Mapping[tuple[int, int], int]) -> list[ArrayInfo]:
     infos = []
     for index, array in enumerate(arrays):
@@ -251,7 +228,7 @@ def _infos(arrays: Sequence[ArrayPlan], crcs: Mapping[tuple[int, int], int]) -> 
 
 def _write(
     together: Together,
-    staging: Path,
+    staging: Place,
     views: Sequence[View],
     arrays: Sequence[ArrayPlan],
     chunks: Sequence[ChunkPlan],
@@ -259,19 +236,24 @@ def _write(
     """Write the chunks of every rank and return the checksums of all, by array and number."""
     rank, infos, crcs = together.comm.rank, _infos(arrays, {}), []
     together.attempt(_check_shared, staging)
-    writer = ChunkWriter(staging)
+    writer = chunk_writer(staging)
     for batch in rounds(arrays, chunks):
         parcels = _exchange(together, views, batch)
         mine = [chunk for chunk in batch if chunk.owner == rank]
         together.attempt(_write_round, writer, views, infos, mine, parcels)
-        crcs += together.attempt(_stored_crcs, staging, infos, mine) or []
+        crcs += together.attempt(_stored_crcs, writer, infos, mine) or []
         together.agree()
     replies = together.agree(crcs)
     return {(index, number): crc for reply in replies for index, number, crc in reply}
 
 
-def _check_shared(staging: Path) -> None:
-    if not (staging / "arrays").is_dir():
+def _check_shared(staging: Place) -> None:
+    # In an object store what shows a save to other ranks is one object, with or without arrays.
+    if isinstance(staging, ObjectPath):
+        shared = (staging.parent.parent / "begun" / staging.name).is_file()
+    else:
+        shared = (staging / "arrays").is_dir()
+    if not shared:
         raise CheckpointError(
             f"{staging}, made by rank 0, is not visible here: all ranks must see one file system"
         )
@@ -304,7 +286,7 @@ def _parcels(
 
 
 def _write_round(
-    writer: ChunkWriter,
+    writer: ChunkWriter | ObjectWriter,
     views: Sequence[View],
     infos: Sequence[ArrayInfo],
     mine: Sequence[ChunkPlan],
@@ -344,64 +326,6 @@ def _assemble(
 
 
 def _stored_crcs(
-    staging: Path, infos: Sequence[ArrayInfo], mine: Sequence[ChunkPlan]
+    writer: ChunkWriter | ObjectWriter, infos: Sequence[ArrayInfo], mine: Sequence[ChunkPlan]
 ) -> list[tuple[int, int, int]]:
-    return [(c.array, c.number, stored_crc(staging, infos[c.array], c.number)) for c in mine]
-
-
-def _commit(root: Path, staging: Path, step: int, infos: list[ArrayInfo], state: bytes) -> None:
-    """Make a complete staging directory the newest checkpoint. Runs on rank 0, under the lock."""
-    target = step_directory(root, step)
-    others = [c.sequence for c in scan(root).valid if c.step != step]
-    sequence = 1 + max(others, default=-1)
-    # Durable before they are vouched for: the metadata of arrays, then every directory.
-    directories = [Path(path) for path, _, _ in os.walk(staging / "arrays")]
-    files.sync_all([info.directory(staging) / "zarr.json" for info in infos] + directories)
-    contents = small_files(step, sequence, infos, state)
-    for name, data in contents.items():
-        files.write(staging / name, data)
-    files.sync(staging)
-    hint = root / f".{LATEST}.tmp-{uuid.uuid4().hex}"
-    seal = {"step": step, "manifest_sha256": sha256(contents[MANIFEST])}
-    try:
-        files.write(hint, to_json(seal))
-        _publish(root, staging, target, hint)
-    except BaseException:
-        hint.unlink(missing_ok=True)
-        raise
-
-
-def _publish(root: Path, staging: Path, target: Path, hint: Path) -> None:
-    # One rename makes the checkpoint visible; the old one of this step, if any, becomes the
-    # staging directory. If anything after it fails, the same rename takes it back.
-    latest, replaces = root / LATEST, target.exists()
-    before = latest.read_bytes() if latest.exists() else None
-    move = files.exchange if replaces else os.rename
-    move(staging, target)
-    try:
-        files.sync(root)
-        os.rename(hint, latest)
-        files.sync(root)
-    except BaseException:
-        if replaces:
-            files.exchange(staging, target)
-        else:
-            os.rename(target, staging)
-        if before is None:
-            latest.unlink(missing_ok=True)
-        else:
-            files.write(hint, before)
-            os.rename(hint, latest)
-        raise
-
-
-def _retire(root: Path, keep: int) -> None:
-    # The new checkpoint stands, so nothing here may raise on rank 0 alone.
-    try:
-        for checkpoint in scan(root).valid[keep:]:
-            trash = root / f".trash-{uuid.uuid4().hex}"
-            os.rename(checkpoint.path, trash)
-            files.sync(root)
-            files.remove(trash)
-    except OSError as error:
-        logger.warning("old checkpoints were left behind in %s: %s", root, error)
+    return [(c.array, c.number, writer.stored_crc(infos[c.array], c.number)) for c in mine]

@@ -11,19 +11,20 @@ from typing import Any
 import numpy as np
 
 from moe_ckpt import files
-from moe_ckpt.array import read_chunks
+from moe_ckpt.chunks import read_chunks
 from moe_ckpt.errors import ExtraTensorError, LayoutError, ShapeMismatchError
 from moe_ckpt.hf.layout import ARCHITECTURES, Entry, entries
 from moe_ckpt.hf.source import CONFIG, INDEX, SINGLE
 from moe_ckpt.hf.tensor_file import write_tensors
 from moe_ckpt.manifest import to_json
+from moe_ckpt.objects import Place
 from moe_ckpt.progress import no_progress
 from moe_ckpt.reader import CheckpointReader, open_checkpoint
 from moe_ckpt.rounding import DTYPES, rounded
 
 
 def export_hf(
-    path: str | Path,
+    path: str | Place,
     folder: str | Path,
     *,
     config: Mapping[str, Any] | None = None,

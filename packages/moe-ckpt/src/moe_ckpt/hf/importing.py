@@ -12,6 +12,7 @@ from moe_ckpt.errors import LayoutError
 from moe_ckpt.grid import Grid, chunk_shape
 from moe_ckpt.hf.layout import Entry, entries
 from moe_ckpt.hf.source import Source
+from moe_ckpt.objects import Place
 from moe_ckpt.plan import ArrayPlan
 from moe_ckpt.progress import no_progress
 from moe_ckpt.reader import near
@@ -22,7 +23,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def import_hf(
     source: str | Path,
-    root: str | Path,
+    root: str | Place,
     *,
     step: int = 0,
     config: Mapping[str, Any] | None = None,
@@ -30,7 +31,7 @@ def import_hf(
     skip: Sequence[str] = (),
     overwrite: bool = False,
     progress: Callable[[int, int], None] = no_progress,
-) -> Path:
+) -> Place:
     """Make a checkpoint of a model that is kept as Hugging Face keeps it.
 
     Every tensor becomes, or becomes a part of, a float32 master weight; float64 stays float64.
