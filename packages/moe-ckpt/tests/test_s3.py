@@ -86,7 +86,8 @@ def server():
 
 @pytest.fixture
 def root(server, request, monkeypatch):
-    monkeypatch.setattr(lease, "LEASE_SECONDS", 2.0)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 4.0)
+    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.1)
     server.requests.clear()
     spec = {"driver": "s3", "bucket": "bucket", "endpoint": server.url, "aws_region": "us-east-1"}
     return as_place({**spec, "path": f"runs/{abs(hash(request.node.name))}/"})

@@ -1,9 +1,9 @@
 """One writer to a place in an object store: a lock that its holder has to keep renewing.
 
-An object store knows no process that died. So the holder rewrites the lock every
-``BEAT_SECONDS``, and who finds a lock watches it for ``LEASE_SECONDS``: if it changes, somebody is alive; if
-it does not, it is taken over. No clocks of two machines are compared. Every write is conditional on
-the lock being what was last seen, which S3 and Google Cloud Storage decide in one place.
+An object store knows no process that died. So the holder rewrites the lock every ``BEAT_SECONDS``,
+and who finds a lock watches it for ``LEASE_SECONDS``: if it changes, somebody is alive; if it does
+not, it is taken over. No clocks of two machines are compared. Every write is conditional on the
+lock being what was last seen, which S3 and Google Cloud Storage decide in one place.
 """
 
 import json
