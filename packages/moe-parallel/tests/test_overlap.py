@@ -368,3 +368,19 @@ def test_unknown_settings_are_refused(changes, pp, message) -> None:
     spec = ParamSpec("w", nn.Parameter(torch.ones(1)), False, True)
     with pytest.raises(ValueError, match=message):
         ShardedAdamW([spec], Mesh.create(plan_mesh(pp)), AdamWConfig(lr=0.1), 1, **changes)
+
+
+@given(st.permutations(range(6)))
+def test_the_order_of_sums_does_not_depend_on_the_order_of_gradients(order) -> None:
+    weights = [nn.Parameter(torch.ones(64)) for _ in range(6)]
+    specs = [ParamSpec(str(i), w, False, True) for i, w in enumerate(weights)]
+    optimizer = ShardedAdamW(
+        specs, Mesh.create(plan_mesh(1)), AdamWConfig(lr=0.1), 1, bucket_elements=64
+    )
+    ready: set[int] = set()
+    for i in order:
+        optimizer.ready([weights[i]])
+        ready.add(i)
+        # Of the last, those are begun that follow each other without a gap.
+        begun = next(n for n in range(7) if 5 - n not in ready)
+        assert optimizer.launches() == [(str(5 - n), 64) for n in range(begun)]

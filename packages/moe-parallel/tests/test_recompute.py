@@ -226,3 +226,16 @@ def test_asking_for_more_replayed_values_than_there_are_is_caught() -> None:
 
     with pytest.raises(RecomputeError, match="asked for more than the 1 values"):
         recompute(part, torch.ones(1, requires_grad=True)).backward()
+
+
+def test_a_choice_is_made_once_even_if_it_would_come_out_otherwise() -> None:
+    x, made = torch.arange(4.0, requires_grad=True), []
+
+    def part(x):
+        made.append(len(made))
+        chosen = replayed(lambda: made.append("chosen") or torch.tensor(made.index("chosen")))
+        return x[chosen].exp()
+
+    recompute(part, x, then=torch.exp).backward()
+    assert made.count("chosen") == 1
+    assert x.grad.nonzero().flatten().tolist() == [1]
