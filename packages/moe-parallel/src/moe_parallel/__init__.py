@@ -6,11 +6,19 @@ C runs of 64 elements of a slice, N elements of any vector or N matrices of F ro
 
 from moe_parallel.adamw import AdamWConfig
 from moe_parallel.deferral import WeightGradient, sink_of
+from moe_parallel.diagnostics import (
+    Beat,
+    Heartbeat,
+    StragglerMonitor,
+    StragglerReport,
+    find_desync,
+)
 from moe_parallel.gradients import Gradients, GradientTarget
 from moe_parallel.layout import ParamSpec
 from moe_parallel.mesh import Mesh
 from moe_parallel.mesh_plan import MeshError, MeshPlan, plan_mesh
 from moe_parallel.muon import MuonConfig
+from moe_parallel.ownership import OwnershipError, check_mesh, check_ownership
 from moe_parallel.pipeline import Outcome, Pipeline, StageError, StageResult
 from moe_parallel.recomputation import RecomputeError, recompute, recomputing, replayed
 from moe_parallel.schedule import Schedule, ScheduleError, make_schedule, simulate
@@ -22,14 +30,17 @@ from moe_parallel.step_stats import StepStats
 
 __all__ = [
     "AdamWConfig",
+    "Beat",
     "GradientTarget",
     "Gradients",
+    "Heartbeat",
     "Mesh",
     "MeshError",
     "MeshPlan",
     "MismatchError",
     "MuonConfig",
     "Outcome",
+    "OwnershipError",
     "ParamSpec",
     "Pipeline",
     "RecomputeError",
@@ -41,8 +52,13 @@ __all__ = [
     "StageError",
     "StageResult",
     "StepStats",
+    "StragglerMonitor",
+    "StragglerReport",
     "WeightGradient",
+    "check_mesh",
+    "check_ownership",
     "check_same",
+    "find_desync",
     "make_schedule",
     "plan_mesh",
     "recompute",

@@ -4,6 +4,7 @@ torchrun --standalone --nproc-per-node 2 two_gpus.py
 """
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -85,9 +86,9 @@ def main() -> None:
                 raise
         else:
             raise AssertionError("no rank was told of the exception")
-        print(f"rank {rank}: {name} ok", flush=True)
+        sys.stdout.write(f"rank {rank}: {name} ok\n")
     optimize(world)
-    print(f"rank {rank}: all ok", flush=True)
+    sys.stdout.write(f"rank {rank}: all ok\n")
     dist.destroy_process_group()
 
 
