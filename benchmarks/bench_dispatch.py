@@ -16,6 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +30,22 @@ from dispatch_common import (
     run_ranks,
     run_section,
 )
-from dispatch_speed import VARIANTS, bandwidth, launches, overhead, trip_through_graph
+from dispatch_speed import VARIANTS, bandwidth, launches, overhead, trip_through_graph, tune
 from moe_dispatch import open_heap
-from moe_dispatch.heaps import stop_nvshmem
+from moe_dispatch.heaps import Kind, NvshmemHeap, stop_nvshmem
 from moe_dispatch.rowwise import RowwiseDispatcher, warm_up
 from moe_dispatch.testing import (
     DispatchCase,
     Trip,
     check_dispatcher,
+    check_trips,
     plan_for,
     travel,
     travel_on_threads,
 )
 
 SCRIPT = str(Path(__file__).resolve())
+Section = Callable[[argparse.Namespace], list[dict[str, Any]]]
 
 
 def law_cases(world_size: int) -> list[Any]:
@@ -67,14 +70,16 @@ def check_laws(run: Callable[..., Any], world_size: int) -> list[dict[str, Any]]
     rows = []
     for name, options in VARIANTS.items():
         since = time.monotonic()
-        for case in law_cases(world_size):
-            check_dispatcher(lambda case, options=options: run(case, **options), case)
+        # All cases once; compiling the kernels of each takes most of the time.
+        for case in law_cases(world_size) if not options else law_cases(world_size)[:1]:
+            roundings = 1 + options.get("dedup", False)
+            check_dispatcher(lambda case, options=options: run(case, **options), case, roundings)
         seconds = round(time.monotonic() - since, 2)
         rows.append({"laws": name, "ranks": world_size, "ok": True, "seconds": seconds})
     return rows
 
 
-def threads(world_size: int) -> Callable[[argparse.Namespace], list[dict[str, Any]]]:
+def threads(world_size: int) -> Section:
     def section(_: argparse.Namespace) -> list[dict[str, Any]]:
 
         return check_laws(
@@ -87,58 +92,56 @@ def threads(world_size: int) -> Callable[[argparse.Namespace], list[dict[str, An
 
 def sanitized(_: argparse.Namespace) -> list[dict[str, Any]]:
     """Run under compute-sanitizer; see ``main``."""
-
+    case = law_cases(2)[0]
     for options in VARIANTS.values():
-        case = law_cases(4)[0]
-        check_dispatcher(
-            lambda case, options=options: travel_on_threads(case, "cuda", deadline=60.0, **options),
-            case,
-        )
-    return [{"memcheck": "clean", "ranks": 4}]
+        trips = travel_on_threads(case, "cuda", deadline=100.0, **options)
+        check_trips(case, trips, 1 + options.get("dedup", False))
+    return [{"memcheck": "clean", "ranks": 2}]
 
 
-def processes(kind: str) -> Callable[[argparse.Namespace], list[dict[str, Any]]]:
-    """Two processes on one GPU."""
-    section_name = {"cuda_peer": "ipc2", "nvshmem": "nvshmem2"}[kind]
+def processes(section_name: str, kind: Kind, mapped: bool = True) -> Section:
+    """Two processes on one GPU; not mapped, they reach each other by NVSHMEM's calls alone."""
 
     def section(args: argparse.Namespace) -> list[dict[str, Any]]:
         if args.rank is None:
-            rows = run_ranks(SCRIPT, section_name, 2, limit=args.limit - 10)
-            return rows[0]
+            return run_ranks(SCRIPT, section_name, 2, limit=args.limit - 10)[0]
         torch.cuda.set_device(0)
         group = join_group(args.rank, args.world, args.port)
+        device = torch.device("cuda", 0)
 
-        def run(case: Any, **options: Any) -> list[Trip]:
-            plan = plan_for(case, **options)
+        def open_dispatcher(case: DispatchCase, **options: Any) -> RowwiseDispatcher:
+            plan = plan_for(case, staged=not mapped, **options)
             warm_up(plan, "cuda")
-            heap = open_heap(plan.heap_bytes, group, kind=kind)
-            with RowwiseDispatcher(plan, heap, deadline=20.0) as dispatcher:
+            heap = (
+                open_heap(plan.heap_bytes, group, kind=kind)
+                if mapped
+                else NvshmemHeap(group, plan.heap_bytes, device, direct=False)
+            )
+            return RowwiseDispatcher(plan, heap, deadline=60.0)
+
+        def run(case: DispatchCase, **options: Any) -> list[Trip]:
+            with open_dispatcher(case, **options) as dispatcher:
                 trip = travel(dispatcher, case, device="cuda")
                 dispatcher.check()
             trips: list[Any] = [None] * args.world
             dist.all_gather_object(trips, trip)
             return trips
 
-        rows = check_laws(run, args.world)
-        rows.append(capture_on_processes(group, kind))
+        if mapped:
+            rows = check_laws(run, args.world)
+            with open_dispatcher(law_cases(2)[0]) as dispatcher:
+                rank = args.rank
+                rows.append(trip_through_graph(dispatcher, law_cases(2)[0], rank, replays=5))
+        else:
+            case = law_cases(2)[0]
+            check_dispatcher(run, case)
+            rows = [{"laws": "pull, by NVSHMEM calls", "ranks": args.world, "ok": True}]
         if kind == "nvshmem":
             stop_nvshmem()
         dist.barrier()  # the first rank serves the store
         return rows
 
     return section
-
-
-def capture_on_processes(group: dist.ProcessGroup, kind: str) -> dict[str, Any]:
-
-    case = law_cases(2)[0]
-    plan = plan_for(case)
-    warm_up(plan, "cuda")
-    rank = dist.get_rank(group)
-    with RowwiseDispatcher(
-        plan, open_heap(plan.heap_bytes, group, kind=kind), deadline=20.0
-    ) as dispatcher:
-        return trip_through_graph(dispatcher, case, rank, replays=5)
 
 
 def graph(_: argparse.Namespace) -> list[dict[str, Any]]:
@@ -161,15 +164,17 @@ def smoke(_: argparse.Namespace) -> list[dict[str, Any]]:
     return [{"laws": "pull", "ranks": 2, "ok": True, "device": "interpreter"}]
 
 
-SECTIONS: dict[str, tuple[float, Callable[[argparse.Namespace], list[dict[str, Any]]]]] = {
+SECTIONS: dict[str, tuple[float, Section]] = {
     "bandwidth": (60, bandwidth),
     "overhead": (90, overhead),
     "graph": (60, graph),
     "launches": (60, launches),
     "threads4": (90, threads(4)),
     "threads8": (120, threads(8)),
-    "ipc2": (100, processes("cuda_peer")),
-    "nvshmem2": (120, processes("nvshmem")),
+    "tune": (40, tune),
+    "ipc2": (100, processes("ipc2", "cuda_peer")),
+    "nvshmem2": (120, processes("nvshmem2", "nvshmem")),
+    "nvshmem2_calls": (150, processes("nvshmem2_calls", "nvshmem", mapped=False)),
     "sanitizer": (150, sanitized),
     "smoke": (120, smoke),
 }
@@ -180,34 +185,45 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="the interpreter, small shapes")
     parser.add_argument("--out", type=Path, help="also write everything here, as JSON")
     parser.add_argument("--only", nargs="*", help="run these sections")
+    parser.add_argument("--together", nargs="*", default=[], help="run these first, all at once")
+    parser.add_argument("--limit", type=float, help="seconds of a section, at most")
     parser.add_argument("--wheels", type=Path, default=ROOT / ".whl")
     for name, kind in (("section", str), ("rows", Path), ("rank", int), ("world", int)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.section:
-        args.limit, section = SECTIONS[args.section]
+        limit, section = SECTIONS[args.section]
+        args.limit = args.limit or limit
         args.rows.write_text(json.dumps(section(args)))
         sys.stdout.flush()
         os._exit(0)  # threads and groups of a section need no farewell
-    names = ["smoke"] if args.smoke else args.only or [n for n in SECTIONS if n != "smoke"]
+    everything = [] if args.together else [name for name in SECTIONS if name != "smoke"]
+    names = ["smoke"] if args.smoke else args.only or everything
     environment = child_environment(args.wheels)
     if args.smoke:
         environment["TRITON_INTERPRET"] = "1"
     where = machine()
     sys.stdout.write(json.dumps(where) + "\n")
-    found = []
-    for name in names:
+    found: list[dict[str, Any]] = []
+
+    def run(name: str) -> None:
+        limit = min(SECTIONS[name][0], args.limit or SECTIONS[name][0])
         prefix: list[str] = []
         if name == "sanitizer":
             tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
             if not Path(tool).exists():
                 found.append({"section": name, "ok": False, "code": "no compute-sanitizer here"})
-                continue
+                return
             prefix = [tool, "--tool=memcheck", "--error-exitcode=9"]
-        found.append(run_section(SCRIPT, name, SECTIONS[name][0], environment, prefix))
+        found.append(run_section(SCRIPT, name, limit, environment, prefix))
         if args.out:
             args.out.write_text(json.dumps({"machine": where, "sections": found}, indent=1) + "\n")
+
+    with ThreadPoolExecutor(max(1, len(args.together))) as pool:
+        list(pool.map(run, args.together))
+    for name in names:
+        run(name)
     bad = [one["section"] for one in found if not one["ok"]]
     sys.stdout.write(f"{len(found) - len(bad)} sections ok, failed: {bad or 'none'}\n")
     raise SystemExit(bool(bad) and args.smoke)

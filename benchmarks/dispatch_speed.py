@@ -1,6 +1,7 @@
 """Time moe-dispatch on one GPU: the kernels beside a copy, a layer beside the fused layer."""
 
 import argparse
+import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -193,23 +194,59 @@ def layers_beside_fused(T: int, D: int, F: int, E: int, K: int) -> list[dict[str
     }
     both: dict[str, list[float]] = {name: [] for name in layers}
     forward: dict[str, list[float]] = {name: [] for name in layers}
-    for _ in range(5):  # turn about, so that a GPU that grows warm or slow does so for all
-        for name, layer in layers.items():
-            both[name].append(milliseconds(partial(go_back, layer, leaves, dy_TD), 6))
+    for turn in range(25):  # turn about, so that a GPU that grows warm or slow does so for all
+        order = list(layers) if turn % 2 else list(layers)[::-1]
+        for name in order:
+            step = partial(go_back, layers[name], leaves, dy_TD)
+            both[name].append(milliseconds(step, 1, warm=3 * (not turn)))
             with torch.no_grad():
-                forward[name].append(milliseconds(layer, 6))
+                forward[name].append(milliseconds(layers[name], 1, warm=3 * (not turn)))
     dispatcher.check()
     dispatcher.close()
     return [
         {
             "layer": name, "T": T, "D": D, "F": F, "E": E, "K": K,
-            "forward_backward_ms": round(min(both[name]), 4),
-            "over_fused": round(min(both[name]) / min(both["fused"]) - 1, 4),
-            "forward_ms": round(min(forward[name]), 4),
-            "forward_over_fused": round(min(forward[name]) / min(forward["fused"]) - 1, 4),
+            "forward_backward_ms": round(statistics.median(both[name]), 4),
+            "over_fused": over(both[name], both["fused"]),
+            "forward_ms": round(statistics.median(forward[name]), 4),
+            "forward_over_fused": over(forward[name], forward["fused"]),
         }
         for name in layers
     ]  # fmt: skip
+
+
+def over(times: list[float], base: list[float]) -> float:
+    """Return the median of what each turn took more than the fused layer in the same turn."""
+    return round(statistics.median(t / b for t, b in zip(times, base, strict=True)) - 1, 4)
+
+
+def tune(_: argparse.Namespace) -> list[dict[str, Any]]:
+    """Try cache hints and warps of the two kernels that the link waits for."""
+    rows = []
+    kept = f.PUT_TUNING, f.PULL_WARPS
+    for T, D in ((8192, 2048), (4096, 7168)):
+        plan = RowPlan(world_size=1, num_experts=64, max_tokens=T, top_k=8, dim=D)
+        channel = Alone(plan, open_heap(plan.heap_bytes, device="cuda"))
+        x_TD, routing = random_tokens(T, D, 64, 8)
+        x_TD, weight_TK = x_TD.detach(), routing.weight_TK.detach()
+        slots = f.meet(channel, routing.expert_TK)
+        x_RD, arrived = f.send_tokens(channel, x_TD, weight_TK, slots)
+        out_TD = torch.empty_like(x_TD)
+        put = partial(f._put, channel, x_TD, slots, weight_TK, x_RD, arrived.weight_R)
+        pull = partial(f._pull, channel, x_RD, None, slots, weight_TK, out_TD, None)
+        filled = 1e-6 * x_RD.nbytes / milliseconds(lambda x=x_RD: x.fill_(0))
+        rate = (x_RD.nbytes + x_TD.nbytes) / 1e6
+        for warps in (1, 2, 4, 8):
+            row: dict[str, Any] = {"D": D, "warps": warps, "fill_GB_s": round(filled)}
+            for cache in ("", ".cs", ".cg", ".wt"):
+                f.PUT_TUNING = (cache, warps)
+                row[f"put{cache}"] = round(rate / milliseconds(put))
+            f.PULL_WARPS = warps
+            row["pull"] = round(rate / milliseconds(pull))
+            rows.append(row)
+        f.PUT_TUNING, f.PULL_WARPS = kept
+        channel.close()
+    return rows
 
 
 def go_back(layer: Callable[[], Tensor], leaves: tuple[Tensor, ...], dy_TD: Tensor) -> None:

@@ -27,27 +27,42 @@ TYPES = {
     "direct_weight_ptr": "*fp32", "rows_ptr": "*bf16", "count_ptr": "*i32", "y_ptr": "*bf16",
     "out_ptr": "*bf16", "out_weight_ptr": "*fp32", "dweight_ptr": "*fp32", "scalar_ptr": "*fp32",
     "results_ptr": "*bf16", "scalars_ptr": "*fp32", "origin_ptr": "*i32", "row_of_ptr": "*i32",
+    "host_ptr": "*i64", "clean_ptr": "*i32", "bad_ptr": "*i32", "dy_ptr": "*bf16",
     "places_ptr": "*i32", "out_scalar_ptr": "*fp32", "direct_scalar_ptr": "*fp32",
 }  # fmt: skip
-WIDE = {"rows_at", "rows_size", "results_at", "results_size", "limit_ns", "weight_at", "row_at"}
+WIDE = {
+    "staged_at",
+    "staged_scalars_at",
+    "rows_at",
+    "rows_size",
+    "results_at",
+    "results_size",
+    "limit_ns",
+    "weight_at",
+    "row_at",
+}
 ROWS = {"N": 7168, "ROW_BYTES": 14336, "ROW_STRIDE": 7168, "OUT_STRIDE": 7168, "K": 8}
 MORE = {
     "BLOCK": 2048, "BLOCK_K": 8, "W": 8, "TIMED": True, "KINDS": 8, "M": 74, "BLOCK_M": 128,
     "E_OF_RANK": 8, "BLOCK_W": 8, "BLOCK_E": 8, "BOUNDED": True, "DROPS": True, "E": 64,
-    "META": True, "DEDUP": False, "PUSHED": True, "DIRECT": False, "SCALED": True,
-    "ACC": tl.float32, "WIDE": tl.float32, "WEIGHTED": True, "SCALARS": True,
+    "META": True, "DEDUP": False, "STAGED": True, "PUSHED": True, "DIRECT": False, "CACHE": "",
+    "SIZE": 16, "SCALED": True, "ACC": tl.float32, "WIDE": tl.float32, "WEIGHTED": True,
+    "SCALARS": True,
 }  # fmt: skip
 KERNELS = {
     "advance": (agree.advance_kernel, {}),
     "signal": (agree.signal_kernel, {}),
     "wait": (agree.wait_kernel, {}),
     "abort": (agree.abort_kernel, {}),
+    "note": (agree.note_kernel, {}),
+    "clean_ids": (agree.clean_ids_kernel, {"BLOCK": 1024}),
     "tell_counts": (agree.tell_counts_kernel, {}),
     "plan": (agree.plan_kernel, {}),
     "slots": (agree.slots_kernel, {"BLOCK": 1024}),
     "put": (carry.put_rows_kernel, {}),
     "put_dedup": (carry.put_rows_kernel, {"DEDUP": True}),
     "take": (carry.take_rows_kernel, {"META": False}),
+    "scatter": (carry.scatter_gradients_kernel, {}),
     "clear_tail": (carry.clear_tail_kernel, {}),
     "give": (carry.give_rows_kernel, {}),
     "push": (carry.push_rows_kernel, {}),

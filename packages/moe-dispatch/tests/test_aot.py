@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 PROGRAM = Path(__file__).with_name("aot_kernels.py")
-ROW_KERNELS = ["put", "put_dedup", "take", "clear_tail", "give", "push", "pull", "expand", "reduce"]
+ROW_KERNELS = [
+    "put", "put_dedup", "take", "scatter", "clear_tail", "give", "push", "pull", "expand", "reduce",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=[90, 100])
@@ -27,7 +29,7 @@ def compiled(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
 
 
 def test_every_kernel_compiles(compiled: dict[str, dict[str, Any]]) -> None:
-    assert len(compiled) == 16
+    assert len(compiled) == 19
 
 
 @pytest.mark.parametrize("name", ROW_KERNELS)
@@ -56,7 +58,7 @@ def test_a_wait_polls_with_acquires_at_system_scope(
     assert not [kind for kind in counts if "volatile" in kind], counts
 
 
-@pytest.mark.parametrize("name", ["take", "pull", "expand", "reduce"])
+@pytest.mark.parametrize("name", ["take", "scatter", "pull", "expand", "reduce"])
 def test_products_are_rounded_before_they_are_added(
     compiled: dict[str, dict[str, Any]], name: str
 ) -> None:

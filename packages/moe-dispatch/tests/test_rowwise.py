@@ -49,7 +49,9 @@ def test_awkward_sizes_finish_with_the_right_values(name: str) -> None:
 
 @given(case=dispatch_cases(max_world_size=4, max_tokens=3), options=st.sampled_from(VARIANTS))
 def test_row_wise_ranks_obey_the_laws(case: DispatchCase, options: dict[str, Any]) -> None:
-    check_dispatcher(lambda case: travel_on_threads(case, **options), case)
+    # With dedup the sum of one rank's results for a token is rounded before it travels.
+    roundings = 1 + options.get("dedup", False)
+    check_dispatcher(lambda case: travel_on_threads(case, **options), case, roundings)
 
 
 class Gathered(DispatchCase):

@@ -65,6 +65,9 @@ class RowPlan:
         combine: Whether owners pull results, or experts push them.
         wire: ``"mxfp8"`` sends tokens, forward, as float8 with a scale for each 32 values.
             Results and gradients travel in ``dtype``.
+        staged: Whether ranks may be out of reach of loads and stores, on other machines. Their
+            rows go through a stage on the heap and NVSHMEM's calls; not with ``dedup`` or
+            ``"push"``.
 
     Raises:
         ValueError: If sizes do not fit together, naming them and the rule.
@@ -88,6 +91,7 @@ class RowPlan:
     dedup: bool = False
     combine: Combine = "pull"
     wire: Wire = "plain"
+    staged: bool = False
 
     def __post_init__(self) -> None:
         check_num_experts(self.num_experts, self.world_size)
@@ -182,6 +186,15 @@ class RowPlan:
             ("results", (2, Q, self.row_bytes), torch.uint8),
             ("scalars", scalars, self.wide),
         ]
+        if self.staged:
+            T, K = self.max_tokens, self.top_k
+            shapes += [
+                ("stage_counts", (self.told,), torch.int32),
+                ("stage_rows", (T, self.row_bytes), torch.uint8),
+                ("stage_weight", (T, K), self.wide),
+                ("stage_results", (T, K, self.row_bytes), torch.uint8),
+                ("stage_scalars", (T, K), self.wide),
+            ]
         at, fields = 0, {}
         for name, shape, dtype in shapes:
             fields[name] = Field(at, shape, dtype)
@@ -268,6 +281,11 @@ def _check_choices(plan: RowPlan) -> None:
         )
     if plan.capacity_factor is not None and not 0 < plan.capacity_factor < math.inf:
         raise ValueError(f"capacity_factor must be above 0, got {plan.capacity_factor}")
+    if plan.staged and (plan.dedup or plan.combine == "push"):
+        raise ValueError(
+            f"staged goes with neither dedup nor combine 'push', "
+            f"got dedup {plan.dedup} and combine {plan.combine!r}"
+        )
     if plan.wire == "mxfp8" and (plan.dim % MX_BLOCK or plan.dtype == torch.float64):
         raise ValueError(
             f"wire 'mxfp8' needs dim to be a multiple of {MX_BLOCK} and no float64 rows, "

@@ -173,7 +173,10 @@ class Channel:
             if step.op is not Op.WAIT:  # what others can see is noted before they see it
                 self._trace(step, clock, lag)
             if step.op is Op.ADVANCE:
-                self.launch(self.agree.advance_kernel, (1,), self.state, int(clock), num_warps=1)
+                if not self.direct:  # no buffers, no parity
+                    self.launch(
+                        self.agree.advance_kernel, (1,), self.state, int(clock), num_warps=1
+                    )
             elif step.op is Op.SIGNAL:
                 self._signal(_kind(step), clock, lag)
             elif step.op is Op.WAIT:
@@ -216,14 +219,18 @@ class Channel:
             ValueError: If a rank was given ids of no expert, or gradients are on for some only.
         """
         if self.state.is_cuda:
-            self._pinned.copy_(self.state)
+            self.note()
+            torch.cuda.current_stream(self.state.device).synchronize()
         self._raise_noted()
 
     def note(self) -> None:
         """Raise what is known without waiting, and ask for news."""
         self._raise_noted()
         if self.state.is_cuda:
-            self._pinned.copy_(self.state, non_blocking=True)
+            size = self.agree.STATE_SIZE.value
+            self.launch(
+                self.agree.note_kernel, (1,), self.state, self._pinned, SIZE=size, num_warps=1
+            )
 
     def abort(self) -> None:
         """Give up: every rank that waits for this one, now or ever, raises at once."""
@@ -296,12 +303,14 @@ class Channel:
         if failed:
             raise self._peer_error(failed)
         refused = int(noted[agree.REFUSED.value])
-        if refused:
-            rank, value = noted[agree.REFUSED_RANK.value], noted[agree.REFUSED_VALUE.value]
+        value = int(noted[agree.REFUSED_VALUE.value])
+        if refused or value:  # a rank alone has counted its own bad ids, and that is all
+            refused, rank = refused or 1, int(noted[agree.REFUSED_RANK.value])
             # Every rank refuses the same exchange and has gone through all of it: they stay in
             # step, and the next exchange is a new one.
-            self.state[agree.REFUSED.value] = 0
-            noted[agree.REFUSED.value] = 0
+            span = slice(agree.REFUSED.value, agree.REFUSED_VALUE.value + 1)
+            self.state[span].zero_()
+            noted[span] = 0
             if refused == 1:
                 raise ValueError(
                     f"expert_TK must hold -1 (masked) or 0..{self.plan.num_experts - 1}: "

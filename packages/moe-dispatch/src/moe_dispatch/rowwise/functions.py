@@ -17,18 +17,20 @@ Every rank makes the same calls in the same order. No call waits for the GPU.
 import torch
 import triton
 import triton.language as tl
-from moe_kernels import dequantize, group_rows, quantize
+from moe_kernels import Groups, dequantize, group_rows, quantize
 from moe_kernels.mxfp8 import MXTensor
 from torch import Tensor
 
 from moe_dispatch.plan import MX_BLOCK
 from moe_dispatch.rowwise.channel import Channel
-from moe_dispatch.rowwise.protocol import Clock, Op
+from moe_dispatch.rowwise.protocol import Clock, Op, Step
 from moe_dispatch.rowwise.slots import Arrived, Slots, first_of_rank
 
 _TRITON = {torch.float64: tl.float64, torch.float32: tl.float32}
 MAX_BLOCK = 2048
 """Columns that a program moves at once."""
+PUT_TUNING, PULL_WARPS = ("", 4), 4
+"""How stores go through the cache, and warps of a program."""
 
 
 def meet(channel: Channel, expert_TK: Tensor, gradient: bool = False) -> Slots:
@@ -50,13 +52,21 @@ def meet(channel: Channel, expert_TK: Tensor, gradient: bool = False) -> Slots:
     T, K = expert_TK.shape
     if expert_TK.is_cuda and torch.cuda.is_current_stream_capturing():
         channel.captured = True
-    bad_TK = (expert_TK < -1) | (expert_TK >= E)
-    expert_TK = expert_TK.masked_fill(bad_TK, -1).contiguous()
+    expert_TK, told_M = expert_TK.contiguous(), expert_TK.new_zeros(plan.told)
+    clean_TK, block = torch.empty_like(expert_TK), 32 if channel.interpreted else 1024
+    # Alone there is nobody to tell: bad ids are noted where ranks note what they were told.
+    alone = channel.direct and plan.overflow == "exact"
+    bad = channel.state[agree.REFUSED_VALUE.value :] if alone else told_M[E + W :]
+    channel.launch(
+        agree.clean_ids_kernel, (triton.cdiv(T * K, block),), expert_TK, clean_TK, bad, T * K,
+        E=E, BLOCK=block,
+    )  # fmt: skip
+    expert_TK = clean_TK
     groups = group_rows(expert_TK, E)
-    told_M = expert_TK.new_zeros(plan.told)
+    if alone:
+        return _meet_alone(channel, groups)
     torch.sub(groups.offsets_E1[1:], groups.offsets_E1[:-1], out=told_M[:E])
-    told_M[E + W] = bad_TK.sum()
-    told_M[E + W + 1] = 2 if gradient else 1
+    told_M[E + W + 1 :].fill_(2 if gradient else 1)
     ranks_TK = first_TK = before_TW = None
     if plan.dedup:
         ranks_TK = torch.where(expert_TK < 0, -1, expert_TK.div(e, rounding_mode="floor"))
@@ -86,7 +96,6 @@ def meet(channel: Channel, expert_TK: Tensor, gradient: bool = False) -> Slots:
 
     channel.run(channel.steps.MEET, Clock.PUTS, {Op.TELL_COUNTS: tell, Op.PLAN: place})
     rank_TK, row_TK = torch.empty_like(expert_TK), torch.empty_like(expert_TK)
-    block = 32 if channel.interpreted else 1024
     channel.launch(
         agree.slots_kernel, (triton.cdiv(T * K, block),), expert_TK, groups.row_of_slot_TK,
         groups.offsets_E1, first_E, kept_E, rank_TK, row_TK, T * K, plan.capacity,
@@ -110,6 +119,15 @@ def meet(channel: Channel, expert_TK: Tensor, gradient: bool = False) -> Slots:
         place_W1[-1:].clamp(max=plan.num_places),
         epoch,
     )
+
+
+def _meet_alone(channel: Channel, groups: Groups) -> Slots:
+    """Return the places where there is one rank: the order of the rows itself."""
+    channel.run((Step(Op.ADVANCE),), Clock.PUTS)
+    row_TK, offsets_e1 = groups.row_of_slot_TK, groups.offsets_E1
+    rank_TK = row_TK.clamp(max=0)
+    epoch = channel.epochs[Clock.PUTS]
+    return Slots(rank_TK, row_TK, rank_TK, row_TK, offsets_e1, offsets_e1[-1:], epoch)
 
 
 def send_tokens(
@@ -232,16 +250,20 @@ def send_gradients(
     dy_RD = dy_TD.new_empty(plan.capacity, plan.dim)
     dweight_R = torch.zeros_like(arrived.weight_R)
 
-    landed_RD = torch.empty_like(dy_RD) if channel.direct and y_RD is not None else dy_RD
+    scaled_at_once = channel.direct and y_RD is not None
 
     def put() -> None:
-        _put(channel, dy_TD, slots, None, landed_RD, arrived.weight_R)
+        if scaled_at_once and y_RD is not None:
+            _scatter(channel, dy_TD, y_RD, slots, arrived.weight_R, dy_RD, dweight_R)
+        else:
+            _put(channel, dy_TD, slots, None, dy_RD, arrived.weight_R)
 
     def take() -> None:
         if plan.dedup:
             _expand(channel, dy_RD, slots, arrived, y_RD, dweight_R)
         else:
-            _take(channel, dy_RD, arrived.weight_R, slots, y_RD, dweight_R, landed_RD)
+            scaling = None if scaled_at_once else y_RD
+            _take(channel, dy_RD, arrived.weight_R, slots, scaling, dweight_R)
 
     steps = channel.steps
     channel.run(
@@ -296,10 +318,28 @@ def _put(
         channel.carry.put_rows_kernel, (T, triton.cdiv(N, block)), *args,
         N=N, ROW_BYTES=plan.row_bytes, K=K, BLOCK=block, BLOCK_K=triton.next_power_of_2(K),
         META=weight_TK is not None, DEDUP=plan.dedup, PUSHED=plan.combine == "push",
-        DIRECT=channel.direct,
+        DIRECT=channel.direct, CACHE=PUT_TUNING[0], num_warps=PUT_TUNING[1],
     )  # fmt: skip
     if channel.remote is not None:
         channel.remote.put_rows(x_TN, slots, weight_TK)
+
+
+def _scatter(
+    channel: Channel,
+    dy_TD: Tensor,
+    y_RD: Tensor,
+    slots: Slots,
+    weight_R: Tensor,
+    dy_RD: Tensor,
+    dweight_R: Tensor,
+) -> None:
+    """Put gradients, weighted, where there is one rank."""
+    T, N = dy_TD.shape
+    channel.launch(
+        channel.carry.scatter_gradients_kernel, (T,), dy_TD, y_RD, weight_R, slots.place_TK, dy_RD,
+        dweight_R, N=N, K=channel.plan.top_k, BLOCK=_block(N), ACC=_TRITON[channel.plan.wide],
+        enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def _take(
@@ -309,33 +349,26 @@ def _take(
     slots: Slots,
     y_RD: Tensor | None = None,
     dweight_R: Tensor | None = None,
-    landed_RN: Tensor | None = None,
 ) -> None:
     """Copy rows out of the buffer; forward with their weights, backward maybe scaled by them."""
     plan = channel.plan
     C, N = out_RN.shape
+    if channel.direct:  # the rows are where they belong; those past the last are not
+        channel.launch(
+            channel.carry.clear_tail_kernel, (C,), out_RN, channel.state, slots.count_1,
+            0, int(Clock.PUTS), N=N, ROW_STRIDE=N, BLOCK=_block(N), num_warps=1,
+        )  # fmt: skip
+        return
+    rows_PB = _typed_rows(channel, "rows", out_RN.dtype)
     backward = dweight_R is not None
-    scaled = y_RD is not None
-    if channel.direct:
-        rows_PB = out_RN if landed_RN is None else landed_RN
-        stride, size = N, 0
-        if not scaled:  # the rows are where they belong; those past the last are not
-            channel.launch(
-                channel.carry.clear_tail_kernel, (C,), rows_PB, channel.state, slots.count_1,
-                0, int(Clock.PUTS), N=N, ROW_STRIDE=N, BLOCK=_block(N),
-            )  # fmt: skip
-            return
-    else:
-        buffer = _typed_rows(channel, "rows", out_RN.dtype)
-        rows_PB, stride, size = buffer, buffer.stride(1), buffer.stride(0)
     weights = weight_R if backward else channel.views["weight"]
     channel.launch(
         channel.carry.take_rows_kernel, (C,), rows_PB, weights, channel.state, slots.count_1,
         out_RN if y_RD is None else y_RD, out_RN, weight_R,
         weight_R if dweight_R is None else dweight_R,
-        size, plan.num_places, int(Clock.PUTS),
-        N=N, ROW_STRIDE=stride, BLOCK=_block(N), META=not backward, SCALED=scaled,
-        ACC=_TRITON[plan.wide], DIRECT=channel.direct, enable_fp_fusion=False,
+        rows_PB.stride(0), plan.num_places * plan.meta_slots, int(Clock.PUTS),
+        N=N, ROW_STRIDE=rows_PB.stride(1), BLOCK=_block(N), META=not backward,
+        SCALED=y_RD is not None, ACC=_TRITON[plan.wide], enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -483,7 +516,9 @@ def _pull(
     rows_wide = torch.float64 if plan.dtype == torch.float64 else torch.float32
     acc = plan.wide if weight_TK is not None else rows_wide
     if channel.remote is not None and plan.combine == "pull":
-        channel.remote.fetch_rows(slots, out_TD, scalar_R)
+        channel.remote.fetch_rows(slots, scalar_R is not None)
+    names = ("stage_results", "stage_scalars")
+    staged = tuple(channel.at(name) if plan.staged else 0 for name in names)
     channel.launch(
         channel.carry.pull_rows_kernel, (T, triton.cdiv(plan.dim, block)), channel.heap.bases_W,
         channel.state, slots.rank_TK if weight_TK is None else weight_TK.contiguous(),
@@ -491,10 +526,11 @@ def _pull(
         out_TD if out_scalar_TK is None else out_scalar_TK,
         y_RD, y_RD if scalar_R is None else scalar_R,
         channel.at("results"), channel.size("results"), channel.at("scalars"),
-        channel.size("scalars"), int(Clock.RETURNS), channel.rank,
+        channel.size("scalars"), staged[0], staged[1], int(Clock.RETURNS), channel.rank,
         N=plan.dim, ROW_BYTES=plan.row_bytes, K=plan.top_k, BLOCK=block, WEIGHTED=weighted,
         SCALARS=out_scalar_TK is not None, DEDUP=plan.dedup, PUSHED=plan.combine == "push",
-        DIRECT=channel.direct, ACC=_TRITON[acc], WIDE=_TRITON[plan.wide], enable_fp_fusion=False,
+        STAGED=plan.staged, DIRECT=channel.direct, ACC=_TRITON[acc], WIDE=_TRITON[plan.wide],
+        num_warps=PULL_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -67,11 +67,13 @@ def travel(
     routing = case.routing(rank)
     weight_TK = routing.weight_TK.to(device).requires_grad_()
     routing = routing._replace(weight_TK=weight_TK, expert_TK=routing.expert_TK.to(device))
+    # Before any rank waits on the device: a copy would queue up behind waits of other ranks.
+    dy_TD = case.gradient(rank).to(device)
     sent = dispatcher.dispatch(x_TD, routing)
     y_RD = gain_experts(sent.x_RD, sent.offsets_e1, dispatcher.local_experts)
     y_RD.retain_grad()
     y_TD = dispatcher.combine(y_RD, sent)
-    y_TD.backward(case.gradient(rank).to(device))
+    y_TD.backward(dy_TD)
     found = (sent.offsets_e1, sent.x_RD, y_RD.grad, y_TD, x_TD.grad, weight_TK.grad)
     return Trip(dispatcher.local_experts, *(_on_cpu(tensor) for tensor in found))
 

@@ -43,6 +43,36 @@ def advance_kernel(state_ptr, clock):
 
 
 @triton.jit
+def note_kernel(state_ptr, host_ptr, SIZE: tl.constexpr):
+    """Copy the state into pinned memory of the host.
+
+    A kernel and not a copy: copies of all streams of a GPU share a queue, and one that comes
+    after a wait would hold up the copies of the very rank that is waited for.
+    """
+    i = tl.arange(0, SIZE)
+    tl.store(host_ptr + i, tl.load(state_ptr + i))
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def clean_ids_kernel(
+    expert_ptr, clean_ptr, bad_ptr, num_slots,
+    E: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Mask ids of no expert, and count those that are not -1.
+
+    Example: E = 4, ids (3, -1, 4, -7): clean is (3, -1, -1, -1), and two more are bad.
+    """
+    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = slot < num_slots
+    expert = tl.load(expert_ptr + slot, mask=here, other=-1)
+    known = (expert >= 0) & (expert < E)
+    tl.store(clean_ptr + slot, tl.where(known, expert, -1), mask=here)
+    bad = tl.sum((here & (expert != -1)).to(tl.int32) - (here & known).to(tl.int32), axis=0)
+    if bad > 0:
+        tl.atomic_add(bad_ptr, bad.to(bad_ptr.dtype.element_ty))
+
+
+@triton.jit
 def last_word(state_ptr):
     """Return what a rank that has failed signals: who was to blame, as far as it knows.
 

@@ -38,7 +38,7 @@ def put_rows_kernel(
     rows_at, rows_size, weight_at, weight_size, row_at, row_size, origin_at, origin_size, origin,
     N: tl.constexpr, ROW_BYTES: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr, META: tl.constexpr, DEDUP: tl.constexpr, PUSHED: tl.constexpr,
-    DIRECT: tl.constexpr,
+    DIRECT: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Program (t, b) stores block b of token t wherever it goes: read once, stored up to K times.
 
@@ -64,7 +64,7 @@ def put_rows_kernel(
             width = tl.where(base != 0, width, 0)
             at = base + rows_at + parity * rows_size + place * ROW_BYTES
             target = tl.multiple_of(at.to(tl.pointer_type(element)), 16)
-        tl.store(target + n, row, mask=n < width)
+        tl.store(target + n, row, mask=n < width, cache_modifier=CACHE)
     if META:  # noqa: SIM102 - decided by the compiler
         if tl.program_id(1) == 0:
             wide: tl.constexpr = weight_ptr.dtype.element_ty
@@ -101,7 +101,7 @@ def take_rows_kernel(
     rows_ptr, weight_ptr, state_ptr, count_ptr, y_ptr, out_ptr, out_weight_ptr, dweight_ptr,
     rows_size, weight_size, clock,
     N: tl.constexpr, ROW_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-    META: tl.constexpr, SCALED: tl.constexpr, ACC: tl.constexpr, DIRECT: tl.constexpr,
+    META: tl.constexpr, SCALED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Program r copies row r out of the receive buffer; rows that nobody sent become zeros.
 
@@ -113,9 +113,7 @@ def take_rows_kernel(
     r = tl.program_id(0).to(tl.int64)
     count = tl.load(count_ptr)
     parity = (tl.load(state_ptr + clock) & 1).to(tl.int64)
-    source = rows_ptr + r * ROW_STRIDE
-    if not DIRECT:
-        source += parity * rows_size
+    source = rows_ptr + parity * rows_size + r * ROW_STRIDE
     dot = tl.zeros([BLOCK], ACC)
     weight = tl.full([], 1, ACC)
     if SCALED:
@@ -134,6 +132,32 @@ def take_rows_kernel(
     if META:
         came = tl.load(weight_ptr + parity * weight_size + r, mask=r < count, other=0)
         tl.store(out_weight_ptr + r, came)
+
+
+@triton.jit
+def scatter_gradients_kernel(
+    dy_ptr, y_ptr, weight_ptr, place_ptr, out_ptr, dweight_ptr,
+    N: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Program t does for token t what ``put`` and ``take_rows`` do, where there is one rank.
+
+    Example: place 5, weight 0.5, gradient 4, result 3: row 5 gets 2, and its weight 4 * 3 = 12.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    for k in tl.static_range(K):
+        place = tl.load(place_ptr + t * K + k).to(tl.int64)
+        if place >= 0:
+            weight = tl.load(weight_ptr + place).to(ACC)
+            dot = tl.zeros([BLOCK], ACC)
+            for start in tl.static_range(0, N, BLOCK):
+                n = start + tl.arange(0, BLOCK)
+                row = tl.load(dy_ptr + t * N + n, mask=n < N, other=0)
+                y = tl.load(y_ptr + place * N + n, mask=n < N, other=0)
+                dot += row.to(ACC) * y.to(ACC)
+                scaled = narrow(row.to(ACC) * weight, row.dtype)
+                tl.store(out_ptr + place * N + n, scaled, mask=n < N)
+            total = tl.sum(dot, axis=0).to(dweight_ptr.dtype.element_ty)
+            tl.store(dweight_ptr + place, total)
 
 
 @triton.jit
@@ -212,15 +236,16 @@ def push_rows_kernel(
 def pull_rows_kernel(  # noqa: PLR0912 - branches of the compiler
     bases_ptr, state_ptr, weight_ptr, to_ptr, place_ptr, rank_ptr, out_ptr, out_scalar_ptr,
     direct_ptr, direct_scalar_ptr,
-    results_at, results_size, scalars_at, scalars_size, clock, me,
+    results_at, results_size, scalars_at, scalars_size, staged_at, staged_scalars_at, clock, me,
     N: tl.constexpr, ROW_BYTES: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr, SCALARS: tl.constexpr, DEDUP: tl.constexpr, PUSHED: tl.constexpr,
-    DIRECT: tl.constexpr, ACC: tl.constexpr, WIDE: tl.constexpr,
+    STAGED: tl.constexpr, DIRECT: tl.constexpr, ACC: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (t, b) sums block b of the results of token t in the order of k.
 
     Results are fetched from the rank that made them, or lie in this rank's memory, by slot, if
-    they were PUSHED. All K loads are independent, so that they are in flight together.
+    they were PUSHED or come from a rank that is not mapped (STAGED). All K loads are independent,
+    so that they are in flight together.
 
     Example: K = 2, weights (0.5, 2), results (4, 3): out is 0.5 * 4 + 2 * 3 = 8. A route that
     went nowhere adds nothing, whatever its weight.
@@ -242,6 +267,9 @@ def pull_rows_kernel(  # noqa: PLR0912 - branches of the compiler
                 base = tl.load(bases_ptr + tl.maximum(d, 0))
                 place = tl.load(place_ptr + t * K + k).to(tl.int64)
             at = base + results_at + parity * results_size + place * ROW_BYTES
+            if STAGED:  # a rank that is not mapped: its result has been fetched to its slot
+                here = tl.load(bases_ptr + me) + staged_at + (t * K + k) * ROW_BYTES
+                at = tl.where(base == 0, here, at)
             source = tl.multiple_of(at.to(tl.pointer_type(element)), 16)
         row = tl.load(source + n, mask=n < tl.where(d >= 0, N, 0), other=0).to(ACC)
         if WEIGHTED:
@@ -266,6 +294,9 @@ def pull_rows_kernel(  # noqa: PLR0912 - branches of the compiler
                         if DEDUP:
                             place = place * K + k
                     at = base + scalars_at + parity * scalars_size
+                    if STAGED:
+                        at = tl.where(base == 0, tl.load(bases_ptr + me) + staged_scalars_at, at)
+                        place = tl.where(base == 0, t * K + k, place)
                     scalar_ptr = at.to(tl.pointer_type(WIDE)) + place
                 value = tl.load(scalar_ptr, mask=goes, other=0)
                 tl.store(out_scalar_ptr + t * K + k, value.to(out_scalar_ptr.dtype.element_ty))
