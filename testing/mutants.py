@@ -7,7 +7,7 @@ file for each package::
     [[mutant]]
     name = "tie-to-the-wrong-expert"
     fault = "Of experts with equal scores, the one with the higher id is taken."
-    file = "routing/choice.py"                # below packages/moe-kernels/src/moe_kernels
+    file = "routing/choice/reference.py"      # below packages/moe-kernels/src/moe_kernels
     old = "..."                               # occurs exactly once in the file
     new = "..."
     tests = ["packages/moe-kernels/tests/test_routing.py::test_any_k_up_to_e_works..."]

@@ -1,7 +1,8 @@
 """Compile the kernels ahead of time, with no GPU, and print what came out as JSON.
 
 A program of its own: a test process runs kernels in Triton's interpreter, which is decided when
-they are imported and leaves nothing to compile.
+they are imported and leaves nothing to compile. Arguments are names of architectures; every entry
+of their tables is compiled, each size once.
 """
 
 import json
@@ -11,45 +12,110 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
 import triton
-from moe_kernels.gemm import kernel
+from moe_kernels.config import ARCHITECTURES, Config, configs_of
+from moe_kernels.gemm import kernel as gemm
+from moe_kernels.mlp import kernel as mlp
+from moe_kernels.mlp import rows_kernel, swiglu_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-POINTERS = {"x_ptr", "w_ptr", "y_ptr", "dy_ptr", "dw_ptr"}
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-MANY_ROWS = 1 << 20
+TYPES = {"half": "bf16", "single": "fp32"}
+NOT_DIVISIBLE = ("E", "N", "row", "f")
 
 
-def sources(dtype: str):
-    """Yield a name, a kernel, the strides that are 1, its constants and its tile."""
-    tile = kernel.choose_tile(TORCH_DTYPES[dtype], MANY_ROWS, 8)
-    low = kernel.choose_tile(TORCH_DTYPES[dtype], 8, 8)
-    dw = kernel.choose_dw_tile(TORCH_DTYPES[dtype])
-    mm = {"BLOCK_E": 16, "EVEN_D": True, "SUPER": 8}
-    forward, backward = ("stride_xd", "stride_wd"), ("stride_xd", "stride_wf")
-    yield "forward", kernel._grouped_mm_kernel, forward, mm, tile
-    yield "dgrad", kernel._grouped_mm_kernel, backward, mm, tile
-    if low != tile:
-        yield "forward_few_rows", kernel._grouped_mm_kernel, forward, mm, low
-    yield "wgrad", kernel._grouped_mm_dw_kernel, ("stride_xd", "stride_dyf"), {}, dw
+def window(dtype: str, n: int, c: int) -> str:
+    return f"tensordesc<{dtype}[1,1,{n},{c}]>"
 
 
-def compile_one(function, ones, constants, tile, dtype: str, capability: int):
-    blocks = {"BLOCK_N": tile.n, "BLOCK_F": tile.f, "BLOCK_D": tile.d}
-    constants = {**constants, **blocks, **dict.fromkeys(ones, 1)}
+def block(dtype: str, *sizes: int) -> str:
+    return f"tensordesc<{dtype}[{','.join(map(str, sizes))}]>"
+
+
+def product(dtype: str, config: Config, d_major: bool):
+    n, f, d = config.block_n, config.block_f, config.block_d
+    types = {
+        "x_desc": window(dtype, n, d),
+        "w_desc": block(dtype, 1, f, d) if d_major else block(dtype, 1, d, f),
+        "y_desc": window(dtype, n, f // 2 if config.halves else f),
+    }
+    constants = {"D_MAJOR": d_major, "ZERO_TAIL": True, "HALVES": config.halves}
+    return gemm._grouped_mm_kernel, types, constants
+
+
+def weight_gradient(dtype: str, config: Config, accumulate: bool):
+    n, f, d = config.block_n, config.block_f, config.block_d
+    types = {"x_desc": window(dtype, n, d), "dy_desc": window(dtype, n, f)}
+    if accumulate:
+        types["dw_ptr"] = "*fp32"
+    return gemm._grouped_mm_dw_kernel, types, {"ACCUMULATE": accumulate}
+
+
+def gate_up(dtype: str, config: Config, top_k: int):
+    n, f, d = config.block_n, config.block_f, config.block_d
+    types = {"x_desc": window(dtype, n, d), "w_desc": block(dtype, 1, 2, f, d)}
+    constants = {"K": top_k, "EVEN_D": True} | ({"x_desc": None} if top_k else {})
+    if not top_k:
+        constants["slot_of_row_ptr"] = None
+    return mlp._gate_up_kernel, types, constants
+
+
+def sources(architecture: str):
+    """Yield the name of each entry, a kernel, its types, constants and launch options."""
+    seen = set()
+    for entry, config in configs_of(architecture).items():
+        operation, kind, _ = entry.split(".")
+        if (operation, kind, config) in seen:
+            continue
+        seen.add((operation, kind, config))
+        dtype = TYPES[kind]
+        variants = {
+            "forward": lambda c, t=dtype: {"": product(t, c, True)},
+            "dgrad": lambda c, t=dtype: {"": product(t, c, False)},
+            "wgrad": lambda c, t=dtype: {
+                "": weight_gradient(t, c, False), "+=": weight_gradient(t, c, True),
+            },
+            "gate_up": lambda c, t=dtype: {"gather": gate_up(t, c, 8), "rows": gate_up(t, c, 0)},
+        }  # fmt: skip
+        for variant, (function, types, constants) in variants[operation](config).items():
+            blocks = {"BLOCK_N": config.block_n, "BLOCK_F": config.block_f}
+            blocks |= {"BLOCK_D": config.block_d, "SUPER": config.super_n, "PROGRAMS": 132}
+            yield (
+                f"{entry} {variant}",
+                dtype,
+                function,
+                types,
+                {**blocks, **constants},
+                config.launch,
+            )
+    for dtype in TYPES.values():
+        for name, function, constants in (
+            ("expand", rows_kernel._expand_kernel, {"K": 8, **rows_kernel.launch(2048)}),
+            ("combine", rows_kernel._combine_kernel,
+             {"K": 8, "UNROLL": rows_kernel.UNROLL, **rows_kernel.launch(2048)}),
+            ("dswiglu", swiglu_kernel._dswiglu_kernel, swiglu_kernel.launch(1024)),
+        ):  # fmt: skip
+            options = {"num_warps": constants.pop("num_warps")}
+            yield name, dtype, function, {}, constants, options
+
+
+def type_of(name: str, dtype: str) -> str:
+    if name.startswith(("weight", "dweight")):
+        return "*fp32"
+    if name in ("offsets_ptr", "tile_map_ptr", "num_tiles_ptr", "slot_of_row_ptr", "row_ptr"):
+        return "*i32"
+    return f"*{dtype}" if name.endswith("_ptr") else "i32"
+
+
+def compile_one(dtype, function, types, constants, options, capability: int):
     signature = {
-        name: "constexpr" if name in constants
-        else f"*{dtype}" if name in POINTERS
-        else "*i32" if name == "offsets_ptr"
-        else "i32"
+        name: "constexpr" if name in constants else types.get(name) or type_of(name, dtype)
         for name in function.arg_names
-    }  # fmt: skip
+    }
     aligned = [
         index
-        for index, name in enumerate(function.arg_names)
-        if name not in constants and name not in ("E", "N", "num_tiles")
+        for index, (name, kind) in enumerate(signature.items())
+        if kind != "constexpr" and "tensordesc" not in kind and name not in NOT_DIVISIBLE
     ]
     source = ASTSource(
         fn=function,
@@ -57,11 +123,6 @@ def compile_one(function, ones, constants, tile, dtype: str, capability: int):
         constexprs=constants,
         attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
     )
-    options = {
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        "enable_fp_fusion": True,
-    }
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
@@ -77,33 +138,33 @@ def resources(cubin: bytes) -> dict[str, int]:
     }
 
 
+def count(pattern: str, ptx: str) -> int:
+    return len(re.findall(pattern, ptx))
+
+
 def main() -> None:
     rows = []
-    for capability in (90, 100):
-        for dtype in sys.argv[1:]:
-            for name, function, ones, constants, tile in sources(dtype):
-                built = compile_one(function, ones, constants, tile, dtype, capability)
-                ptx = built.asm["ptx"]
-                rows.append(
-                    {
-                        "kernel": name,
-                        "capability": capability,
-                        "dtype": dtype,
-                        "wgmma": len(re.findall(r"wgmma\.mma_async", ptx)),
-                        "tcgen05": len(re.findall(r"tcgen05\.mma", ptx)),
-                        "mma": len(re.findall(r"\bmma\.sync", ptx)),
-                        "fma": len(re.findall(r"\bfma\.rn\.f32", ptx)),
-                        "wide_loads": len(
-                            re.findall(r"cp\.async\.cg\.shared\.global|ld\.global[.\w:]*v4", ptx)
-                        ),
-                        "narrow_loads": len(
-                            re.findall(r"ld\.global[.\w:]*\.b16|cp\.async\.ca\.shared", ptx)
-                        ),
-                        "wide_stores": len(re.findall(r"st\.global[.\w:]*v4", ptx)),
-                        "shared": built.metadata.shared,
-                        **resources(built.asm["cubin"]),
-                    }
-                )
+    for architecture in sys.argv[1:]:
+        major, minor = ARCHITECTURES[architecture]
+        for name, dtype, *source in sources(architecture):
+            built = compile_one(dtype, *source, major * 10 + minor)
+            ptx = built.asm["ptx"]
+            row = {
+                "kernel": name,
+                "architecture": architecture,
+                "dtype": dtype,
+                "wgmma": count(r"wgmma\.mma_async", ptx),
+                "tcgen05": count(r"tcgen05\.mma", ptx),
+                "mma": count(r"\bmma\.sync", ptx),
+                "fma": count(r"\bfma\.rn\.f32", ptx),
+                "copy_engine": count(r"cp\.async\.bulk\.tensor", ptx),
+                "wide_loads": count(r"cp\.async\.cg\.shared\.global|ld\.global[.\w:]*v[248]", ptx),
+                "narrow_loads": count(r"ld\.global[.\w:]*\.b16|cp\.async\.ca\.shared", ptx),
+                "wide_stores": count(r"st\.global[.\w:]*v4", ptx),
+                "shared": built.metadata.shared,
+                **resources(built.asm["cubin"]),
+            }
+            rows.append(row)
     sys.stdout.write(json.dumps(rows))
 
 

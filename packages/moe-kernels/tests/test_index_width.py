@@ -6,12 +6,13 @@ from pathlib import Path
 import moe_kernels
 import pytest
 import torch
-from moe_kernels.gemm.kernel import Tile, grouped_mm_dw_triton, grouped_mm_triton
+from moe_kernels.config import Config
+from moe_kernels.gemm.kernel import grouped_mm_dw_triton, grouped_mm_triton
 from moe_kernels.testing import randn
 
-KERNELS = sorted(Path(moe_kernels.__file__).parent.rglob("kernel.py"))
+KERNELS = sorted(Path(moe_kernels.__file__).parent.rglob("*kernel.py"))
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TILE = Tile(16, 16, 16, num_warps=4, num_stages=1)
+SMALL = Config(block_n=16, block_f=16, block_d=16, num_warps=4, num_stages=1)
 
 
 def names_in(node: ast.AST) -> set[str]:
@@ -55,7 +56,7 @@ def narrow_products(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_no_kernel_multiplies_32_bit_indices_into_a_pointer(path) -> None:
     assert narrow_products(path.read_text()) == []
 
@@ -72,12 +73,12 @@ def kernel(x_ptr, stride):
 
 
 def run(kernel, *args: torch.Tensor) -> torch.Tensor:
-    return kernel(*(t.to(DEVICE) for t in args), TILE).cpu()
+    return kernel(*(t.to(DEVICE) for t in args), config=SMALL).cpu()
 
 
 def test_rows_past_two_to_the_31st_element_are_found() -> None:
     # Rows 2**30 elements apart: row 2 begins where 32 bits end. Only touched pages cost memory.
-    D, F, stride = 8, 4, 2**30
+    D, F, stride = 16, 16, 2**30
     values_ND, dy_NF = randn(3, D, seed=0), randn(3, F, seed=1)
     w_EFD, offsets_E1 = randn(1, F, D, seed=2), torch.tensor([0, 3], dtype=torch.int32)
     x_ND = torch.empty(2 * stride + D, device=DEVICE).as_strided((3, D), (stride, 1))
@@ -89,7 +90,7 @@ def test_rows_past_two_to_the_31st_element_are_found() -> None:
 
 
 def test_experts_past_two_to_the_31st_element_are_found() -> None:
-    D, F, stride = 8, 4, 2**30
+    D, F, stride = 16, 16, 2**30
     values_EFD = randn(3, F, D, seed=0)
     w_EFD = torch.empty(2 * stride + F * D, device=DEVICE).as_strided((3, F, D), (stride, D, 1))
     w_EFD.copy_(values_EFD)

@@ -2,6 +2,8 @@
 
 import importlib.util
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -31,6 +33,7 @@ def _find_triton() -> bool:
 
 
 HAS_TRITON = _find_triton()
+_interpreted = False
 if not HAS_TRITON:
     logging.getLogger("moe_kernels").warning(
         "triton is not installed: moe_kernels runs its plain torch reference on every device"
@@ -53,4 +56,19 @@ def backend() -> Backend:
 
 def runs_kernel(x: Tensor) -> bool:
     """Tell whether an operation on ``x`` goes to a Triton kernel."""
-    return x.is_cuda and HAS_TRITON and x.dtype in KERNEL_DTYPES
+    return (x.is_cuda or _interpreted) and HAS_TRITON and x.dtype in KERNEL_DTYPES
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Let Triton's interpreter run the kernels on CPU tensors as well: for tests.
+
+    The process must have started with ``TRITON_INTERPRET=1``. The interpreter multiplies the bit
+    patterns of bfloat16 instead of its values (seen in 3.6 to 3.9): use float16 and float32.
+    """
+    global _interpreted  # noqa: PLW0603 - one switch a process, like the interpreter's own
+    _interpreted = True
+    try:
+        yield
+    finally:
+        _interpreted = False

@@ -4,7 +4,11 @@ import torch
 from torch import Tensor
 
 from moe_kernels.backend import runs_kernel
-from moe_kernels.gemm.reference import grouped_mm_dw_reference, grouped_mm_reference
+from moe_kernels.gemm.reference import (
+    add_dw_reference,
+    grouped_mm_dw_reference,
+    grouped_mm_reference,
+)
 from moe_kernels.operator import operator
 
 
@@ -26,6 +30,22 @@ def grouped_mm_dw(x_ND: Tensor, dy_NF: Tensor, offsets_E1: Tensor) -> Tensor:
 
         return grouped_mm_dw_triton(x_ND, dy_NF, offsets_E1)
     return grouped_mm_dw_reference(x_ND, dy_NF, offsets_E1)
+
+
+@operator("grouped_mm_dw_add", mutates=("out_EFD",))
+def grouped_mm_dw_add(x_ND: Tensor, dy_NF: Tensor, offsets_E1: Tensor, out_EFD: Tensor) -> None:
+    """Add to ``out_EFD`` in place."""
+    if runs_kernel(x_ND):
+        from moe_kernels.gemm.kernel import grouped_mm_dw_triton  # noqa: PLC0415
+
+        grouped_mm_dw_triton(x_ND, dy_NF, offsets_E1, out_EFD=out_EFD)
+    else:
+        add_dw_reference(x_ND, dy_NF, offsets_E1, out_EFD)
+
+
+@torch.library.register_fake("moe_kernels::grouped_mm_dw_add")
+def _(x_ND: Tensor, dy_NF: Tensor, offsets_E1: Tensor, out_EFD: Tensor) -> None:
+    del x_ND, dy_NF, offsets_E1, out_EFD
 
 
 @torch.library.register_fake("moe_kernels::grouped_mm")

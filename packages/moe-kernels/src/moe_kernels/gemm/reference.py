@@ -49,8 +49,14 @@ def grouped_mm_reference(x_ND: Tensor, w_EFD: Tensor, offsets_E1: Tensor) -> Ten
 
 def grouped_mm_dw_reference(x_ND: Tensor, dy_NF: Tensor, offsets_E1: Tensor) -> Tensor:
     """Sum the outer products of each expert's rows; an expert without rows gets zeros."""
+    E, F, D = offsets_E1.shape[0] - 1, dy_NF.shape[1], x_ND.shape[1]
+    dw_EFD = x_ND.new_zeros(E, F, D, dtype=accumulator(x_ND.dtype))
+    add_dw_reference(x_ND, dy_NF, offsets_E1, dw_EFD)
+    return dw_EFD.to(x_ND.dtype)
+
+
+def add_dw_reference(x_ND: Tensor, dy_NF: Tensor, offsets_E1: Tensor, out_EFD: Tensor) -> None:
+    """Add each expert's sum of outer products, in float32 (float64 for float64), in place."""
     wide = accumulator(x_ND.dtype)
-    dw_EFD = x_ND.new_zeros(offsets_E1.shape[0] - 1, dy_NF.shape[1], x_ND.shape[1])
     for e, start, end in read_spans(offsets_E1, x_ND.shape[0]):
-        dw_EFD[e] = dy_NF[start:end].T.to(wide) @ x_ND[start:end].to(wide)
-    return dw_EFD
+        out_EFD[e] += dy_NF[start:end].T.to(wide) @ x_ND[start:end].to(wide)

@@ -2,9 +2,13 @@
 
 from torch import Tensor
 
+from moe_kernels.backend import runs_kernel
 from moe_kernels.mlp import op
 from moe_kernels.mlp.check import check_expert_mlp, check_grouped_mlp
+from moe_kernels.mlp.rows import RoutedRows
+from moe_kernels.mlp.unfused import expert_mlp_unfused
 from moe_kernels.routing import group_rows
+from moe_kernels.routing.tiles import group_rows_and_tiles
 
 __all__ = ["expert_mlp", "grouped_mlp"]
 
@@ -29,7 +33,8 @@ def grouped_mlp(
         ``y_RD``, in ``x_RD.dtype``.
 
     Raises:
-        ValueError: If shapes or devices do not fit together.
+        ValueError: If shapes or devices do not fit together, or D or F is not a multiple of 16 on
+            CUDA.
         TypeError: If a dtype does not fit.
 
     Examples:
@@ -44,26 +49,44 @@ def grouped_mlp(
 
 
 def expert_mlp(
-    x_TD: Tensor, w_gate_up_EGD: Tensor, w_down_EDF: Tensor, weight_TK: Tensor, expert_TK: Tensor
+    x_TD: Tensor,
+    w_gate_up_EGD: Tensor,
+    w_down_EDF: Tensor,
+    weight_TK: Tensor,
+    expert_TK: Tensor,
+    *,
+    activation: str = "swiglu",
+    bias_gate_up_EG: Tensor | None = None,
+    bias_down_ED: Tensor | None = None,
 ) -> Tensor:
     """Send each token through its experts and sum what they say, times the token's weights.
 
     Gather, MLP and combine in one differentiable operation. Saves the tokens, the pre-activation
     and the routing for backward. The sum runs in float32 (float64 for float64) in the order of the
-    K slots, without atomics, so results repeat bit for bit. A masked route (-1) adds nothing.
+    K routes, without atomics, so results repeat bit for bit. A masked route (-1) adds nothing.
+
+    The fused kernels compute SwiGLU without biases. Anything else runs one operation after the
+    other and keeps every intermediate result for backward.
 
     Args:
         x_TD: Tokens. bfloat16, float16, float32 or float64.
-        w_gate_up_EGD: Gate and up projection of each expert, gate first; G = 2*F.
+        w_gate_up_EGD: Gate and up projection of each expert, gate first; G = 2*F. Without a gate
+            (``relu2``) the up projection alone; G = F.
         w_down_EDF: Down projection of each expert.
         weight_TK: float32 (float64 for float64 tokens), as ``route`` gives it.
         expert_TK: int32 or int64 ids, -1 for masked routes.
+        activation: ``"swiglu"``; ``"clamped_swiglu"``, that of gpt-oss: ``min(gate, 7)`` times its
+            sigmoid at slope 1.702, times ``clamp(up, -7, 7) + 1``; or ``"relu2"``, the square of
+            the positive part.
+        bias_gate_up_EG: Added to the pre-activation, in ``x_TD.dtype``.
+        bias_down_ED: Added to each expert's output before weighting, in ``x_TD.dtype``.
 
     Returns:
         ``y_TD``, in ``x_TD.dtype``.
 
     Raises:
-        ValueError: If shapes or devices do not fit together, or an id on the CPU is out of range.
+        ValueError: If shapes or devices do not fit together, an id on the CPU is out of range, D or
+            F is not a multiple of 16 on CUDA, or the activation is unknown.
         TypeError: If a dtype does not fit.
 
     Examples:
@@ -74,6 +97,21 @@ def expert_mlp(
         >>> expert_mlp(x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, expert_TK).flatten()
         tensor([0.7311, 0.3655])
     """
-    check_expert_mlp(x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, expert_TK)
-    groups = group_rows(expert_TK, w_down_EDF.shape[0])
-    return op.expert_mlp(x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, *groups)[0]
+    biases = {"bias_gate_up_EG": bias_gate_up_EG, "bias_down_ED": bias_down_ED}
+    check_expert_mlp(x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, expert_TK, activation, biases)
+    rows = _route_rows(x_TD, expert_TK, w_down_EDF.shape[0])
+    args = (x_TD, w_gate_up_EGD, w_down_EDF, weight_TK)
+    if activation == "swiglu" and bias_gate_up_EG is None and bias_down_ED is None:
+        return op.expert_mlp(*args, *rows)[0]
+    return expert_mlp_unfused(*args, rows, activation, bias_gate_up_EG, bias_down_ED)
+
+
+def _route_rows(x_TD: Tensor, expert_TK: Tensor, num_experts: int) -> RoutedRows:
+    if not runs_kernel(x_TD):
+        nothing = expert_TK.new_empty(0)
+        return RoutedRows(*group_rows(expert_TK, num_experts), nothing, nothing)
+    from moe_kernels.config import choose  # noqa: PLC0415 - of interest to kernels alone
+
+    block_n = choose("gate_up", x_TD, expert_TK.numel(), num_experts).block_n
+    groups, tiles = group_rows_and_tiles(expert_TK, num_experts, block_n)
+    return RoutedRows(*groups, *tiles)

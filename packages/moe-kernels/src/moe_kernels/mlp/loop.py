@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from moe_kernels.gemm.reference import read_spans
-from moe_kernels.mlp.rows import combine, rows_of_slots, tokens_of_rows, weights_of_rows
+from moe_kernels.mlp.rows import RoutedRows, combine, rows_of_slots, tokens_of_rows, weights_of_rows
 from moe_kernels.mlp.swiglu import swiglu, swiglu_grad
 
 
-def grouped_mlp_loop(
+def grouped_mlp(
     x_RD: Tensor, w_gate_up_EGD: Tensor, w_down_EDF: Tensor, offsets_E1: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the pre-activation."""
@@ -31,7 +31,7 @@ def grouped_mlp_loop(
     return y_RD, h_RG
 
 
-def grouped_mlp_loop_backward(
+def grouped_mlp_backward(
     dy_RD: Tensor,
     x_RD: Tensor,
     w_gate_up_EGD: Tensor,
@@ -58,52 +58,48 @@ def grouped_mlp_loop_backward(
     return dx_RD, dw_gate_up_EGD, dw_down_EDF
 
 
-def expert_mlp_loop(
+def expert_mlp(
     x_TD: Tensor,
     w_gate_up_EGD: Tensor,
     w_down_EDF: Tensor,
     weight_TK: Tensor,
-    offsets_E1: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_TK: Tensor,
+    rows: RoutedRows,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the pre-activation, gathering each expert's tokens as it comes."""
-    N = slot_of_row_N.shape[0]
-    token_M = tokens_of_rows(slot_of_row_N, weight_TK.shape[1])
+    N = weight_TK.numel()
+    token_M = tokens_of_rows(rows.slot_of_row_N, weight_TK.shape[1])
     y_MD = x_TD.new_empty(N + 1, x_TD.shape[1])
-    h_MG = x_TD.new_empty(N + 1, w_gate_up_EGD.shape[1])
-    spans = read_spans(offsets_E1, N)
+    h_NG = x_TD.new_empty(N, w_gate_up_EGD.shape[1])
+    spans = read_spans(rows.offsets_E1, N)
     for e, start, end in spans:
         if start == end:
             continue
         x_ND = x_TD.index_select(0, token_M[start:end])
-        h_NG = torch.mm(x_ND, w_gate_up_EGD[e].T, out=h_MG[start:end])
-        torch.mm(swiglu(h_NG), w_down_EDF[e].T, out=y_MD[start:end])
+        torch.mm(x_ND, w_gate_up_EGD[e].T, out=h_NG[start:end])
+        torch.mm(swiglu(h_NG[start:end]), w_down_EDF[e].T, out=y_MD[start:end])
     y_MD[spans[-1].end :].zero_()
-    h_MG[spans[-1].end :].zero_()
-    return combine(y_MD, rows_of_slots(row_of_slot_TK), weight_TK, weight_TK.dtype), h_MG
+    h_NG[spans[-1].end :].zero_()
+    return combine(y_MD, rows_of_slots(rows.row_of_slot_TK), weight_TK, weight_TK.dtype), h_NG
 
 
-def expert_mlp_loop_backward(
+def expert_mlp_backward(
     dy_TD: Tensor,
     x_TD: Tensor,
     w_gate_up_EGD: Tensor,
     w_down_EDF: Tensor,
     weight_TK: Tensor,
-    offsets_E1: Tensor,
-    slot_of_row_N: Tensor,
-    row_of_slot_TK: Tensor,
-    h_MG: Tensor,
+    rows: RoutedRows,
+    h_NG: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the tokens, of both weights and of the routing weights."""
-    N = slot_of_row_N.shape[0]
-    token_M = tokens_of_rows(slot_of_row_N, weight_TK.shape[1])
-    weight_M = weights_of_rows(weight_TK, slot_of_row_N)
+    N = weight_TK.numel()
+    token_M = tokens_of_rows(rows.slot_of_row_N, weight_TK.shape[1])
+    weight_M = weights_of_rows(weight_TK, rows.slot_of_row_N)
     dx_MD = x_TD.new_empty(N + 1, x_TD.shape[1])
     dweight_M = torch.zeros_like(weight_M)
     dw_gate_up_EGD = w_gate_up_EGD.new_empty(w_gate_up_EGD.shape)
     dw_down_EDF = w_down_EDF.new_empty(w_down_EDF.shape)
-    spans = read_spans(offsets_E1, N)
+    spans = read_spans(rows.offsets_E1, N)
     for e, start, end in spans:
         if start == end:
             dw_gate_up_EGD[e].zero_()
@@ -112,13 +108,13 @@ def expert_mlp_loop_backward(
         token_N = token_M[start:end]
         dy_ND, x_ND = dy_TD.index_select(0, token_N), x_TD.index_select(0, token_N)
         dact_NF = dy_ND @ w_down_EDF[e]
-        dh_NG, act_NF, dweight_N = swiglu_grad(h_MG[start:end], dact_NF, weight_M[start:end])
+        dh_NG, act_NF, dweight_N = swiglu_grad(h_NG[start:end], dact_NF, weight_M[start:end])
         if dweight_N is not None:
             dweight_M[start:end] = dweight_N
         torch.mm(dy_ND.T, act_NF, out=dw_down_EDF[e])
         torch.mm(dh_NG.T, x_ND, out=dw_gate_up_EGD[e])
         torch.mm(dh_NG, w_gate_up_EGD[e], out=dx_MD[start:end])
     dx_MD[spans[-1].end :].zero_()
-    row_TK = rows_of_slots(row_of_slot_TK)
+    row_TK = rows_of_slots(rows.row_of_slot_TK)
     dweight_TK = dweight_M.index_select(0, row_TK.view(-1)).view(row_TK.shape)
     return combine(dx_MD, row_TK, None, dx_MD.dtype), dw_gate_up_EGD, dw_down_EDF, dweight_TK

@@ -1,30 +1,29 @@
-"""The expert MLPs as torch operators: dispatch by device, and their gradients.
+"""The expert MLPs as torch operators: choice of implementation, and their gradients.
 
 An operator also returns what its backward needs and cannot recompute from the arguments: the
 pre-activation. Nothing else is kept; the activation is recomputed and the output not needed.
 """
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from moe_kernels.mlp.grouped import (
-    expert_mlp_grouped,
-    expert_mlp_grouped_backward,
-    grouped_mlp_grouped,
-    grouped_mlp_grouped_backward,
-)
-from moe_kernels.mlp.loop import (
-    expert_mlp_loop,
-    expert_mlp_loop_backward,
-    grouped_mlp_loop,
-    grouped_mlp_loop_backward,
-)
+from moe_kernels.backend import runs_kernel
+from moe_kernels.mlp import grouped, loop
+from moe_kernels.mlp.rows import RoutedRows
 from moe_kernels.operator import operator
 
 
-def _loops(x: Tensor) -> bool:
-    """Tell whether the loop of ``torch.mm`` takes ``x``; half precision needs wider sums."""
-    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+def _implementation(x: Tensor) -> ModuleType:
+    """Return the module that computes on ``x``; each has the four functions below."""
+    if runs_kernel(x):
+        from moe_kernels.mlp import fused  # noqa: PLC0415 - triton is optional
+
+        return fused
+    # Half precision needs sums wider than torch.mm's results, and CUDA must not read the offsets.
+    cpu = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    return loop if cpu else grouped
 
 
 @operator("grouped_mlp")
@@ -32,7 +31,7 @@ def grouped_mlp(
     x_RD: Tensor, w_gate_up_EGD: Tensor, w_down_EDF: Tensor, offsets_E1: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the pre-activation."""
-    run = grouped_mlp_loop if _loops(x_RD) else grouped_mlp_grouped
+    run = _implementation(x_RD).grouped_mlp
     return run(x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1)
 
 
@@ -46,8 +45,8 @@ def grouped_mlp_backward(
     h_RG: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the rows and of both weights."""
-    run = grouped_mlp_loop_backward if _loops(x_RD) else grouped_mlp_grouped_backward
-    return run(dy_RD, x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1, h_RG)[:3]
+    run = _implementation(x_RD).grouped_mlp_backward
+    return run(dy_RD, x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1, h_RG)
 
 
 @operator("expert_mlp")
@@ -59,12 +58,12 @@ def expert_mlp(
     offsets_E1: Tensor,
     slot_of_row_N: Tensor,
     row_of_slot_TK: Tensor,
+    tile_map: Tensor,
+    num_tiles: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and the pre-activation of N rows and a spare one."""
-    run = expert_mlp_loop if _loops(x_TD) else expert_mlp_grouped
-    return run(
-        x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, offsets_E1, slot_of_row_N, row_of_slot_TK
-    )
+    """Return the output and the pre-activation of N rows."""
+    rows = RoutedRows(offsets_E1, slot_of_row_N, row_of_slot_TK, tile_map, num_tiles)
+    return _implementation(x_TD).expert_mlp(x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, rows)
 
 
 @operator("expert_mlp_backward")
@@ -77,21 +76,14 @@ def expert_mlp_backward(
     offsets_E1: Tensor,
     slot_of_row_N: Tensor,
     row_of_slot_TK: Tensor,
-    h_MG: Tensor,
+    tile_map: Tensor,
+    num_tiles: Tensor,
+    h_NG: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the tokens, of both weights and of the routing weights."""
-    run = expert_mlp_loop_backward if _loops(x_TD) else expert_mlp_grouped_backward
-    return run(
-        dy_TD,
-        x_TD,
-        w_gate_up_EGD,
-        w_down_EDF,
-        weight_TK,
-        offsets_E1,
-        slot_of_row_N,
-        row_of_slot_TK,
-        h_MG,
-    )
+    rows = RoutedRows(offsets_E1, slot_of_row_N, row_of_slot_TK, tile_map, num_tiles)
+    run = _implementation(x_TD).expert_mlp_backward
+    return run(dy_TD, x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, rows, h_NG)
 
 
 @torch.library.register_fake("moe_kernels::grouped_mlp")
@@ -102,31 +94,21 @@ def _(x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1):
 
 
 @torch.library.register_fake("moe_kernels::grouped_mlp_backward")
-def _(dy_RD, x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1, h_RG):
-    del dy_RD, offsets_E1, h_RG
+def _(dy_RD, x_RD, w_gate_up_EGD, w_down_EDF, *_):
+    del dy_RD
     return tuple(t.new_empty(t.shape) for t in (x_RD, w_gate_up_EGD, w_down_EDF))
 
 
 @torch.library.register_fake("moe_kernels::expert_mlp")
-def _(x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, offsets_E1, slot_of_row_N, row_of_slot_TK):
-    del w_down_EDF, weight_TK, offsets_E1, row_of_slot_TK
-    h_MG = x_TD.new_empty(slot_of_row_N.shape[0] + 1, w_gate_up_EGD.shape[1])
-    return x_TD.new_empty(x_TD.shape), h_MG
+def _(x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, *_):
+    del w_down_EDF
+    h_NG = x_TD.new_empty(weight_TK.numel(), w_gate_up_EGD.shape[1])
+    return x_TD.new_empty(x_TD.shape), h_NG
 
 
 @torch.library.register_fake("moe_kernels::expert_mlp_backward")
-def _(
-    dy_TD,
-    x_TD,
-    w_gate_up_EGD,
-    w_down_EDF,
-    weight_TK,
-    offsets_E1,
-    slot_of_row_N,
-    row_of_slot_TK,
-    h_MG,
-):
-    del dy_TD, offsets_E1, slot_of_row_N, row_of_slot_TK, h_MG
+def _(dy_TD, x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, *_):
+    del dy_TD
     return tuple(t.new_empty(t.shape) for t in (x_TD, w_gate_up_EGD, w_down_EDF, weight_TK))
 
 
@@ -145,8 +127,8 @@ def _grouped_mlp_autograd(ctx, dy_RD: Tensor | None, _: None) -> tuple[Tensor | 
 
 def _expert_mlp_autograd(ctx, dy_TD: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dy_TD is None:
-        return (None,) * 7
-    return *expert_mlp_backward(dy_TD, *ctx.saved_tensors), None, None, None
+        return (None,) * 9
+    return *expert_mlp_backward(dy_TD, *ctx.saved_tensors), *(None,) * 5
 
 
 torch.library.register_autograd(

@@ -4,9 +4,33 @@ Buffers of routed rows have one row more than there are routes. It belongs to no
 zero, and masked routes read it: no branch, and no 0 * NaN.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from moe_kernels.backend import runs_kernel
+from moe_kernels.operator import operator
+
+
+class RoutedRows(NamedTuple):
+    """Where the rows of a layer's experts come from and go to.
+
+    Attributes:
+        offsets_E1: int32; where each expert's rows begin, and where the last one's end.
+        slot_of_row_N: int32; the route ``t*K + k`` of each row, -1 past the last offset.
+        row_of_slot_TK: int32; the row of each route, -1 for masked ones.
+        tile_map: int32; the tiles of rows, as in ``moe_kernels.routing.tiles``. Empty where no
+            kernel runs.
+        num_tiles: int32; how many there are. Empty where no kernel runs.
+    """
+
+    offsets_E1: Tensor
+    slot_of_row_N: Tensor
+    row_of_slot_TK: Tensor
+    tile_map: Tensor
+    num_tiles: Tensor
 
 
 def tokens_of_rows(slot_of_row_N: Tensor, top_k: int) -> Tensor:
@@ -46,3 +70,68 @@ def combine(y_MD: Tensor, row_TK: Tensor, weight_TK: Tensor | None, wide: torch.
             total_TD.addcmul_(y_TD, weight_TK[:, k, None])
     assert total_TD is not None, "the caller checks that K >= 1"
     return total_TD.to(y_MD.dtype)
+
+
+@operator("expand_rows")
+def expand_rows(x_TD: Tensor, slot_of_row_N: Tensor, row_of_slot_TK: Tensor) -> Tensor:
+    """Return each row's token, zeros for rows of no route."""
+    if runs_kernel(x_TD):
+        from moe_kernels.mlp.rows_kernel import expand_triton  # noqa: PLC0415 - triton is optional
+
+        return expand_triton(
+            x_TD, row_of_slot_TK, x_TD.new_zeros(len(slot_of_row_N), x_TD.shape[1])
+        )
+    token_M = tokens_of_rows(slot_of_row_N, row_of_slot_TK.shape[1])
+    return gather(x_TD, token_M)[:-1].masked_fill(slot_of_row_N[:, None] < 0, 0)
+
+
+@operator("combine_rows")
+def combine_rows(
+    y_ND: Tensor, weight_TK: Tensor, slot_of_row_N: Tensor, row_of_slot_TK: Tensor
+) -> Tensor:
+    """Sum the rows of each token, weighted, in the order of its routes."""
+    del slot_of_row_N  # the gradient needs it
+    if runs_kernel(y_ND):
+        from moe_kernels.mlp.rows_kernel import combine_triton  # noqa: PLC0415
+
+        return combine_triton(y_ND.contiguous(), row_of_slot_TK, weight_TK.contiguous())[0]
+    spared_MD = F.pad(y_ND, (0, 0, 0, 1))
+    return combine(spared_MD, rows_of_slots(row_of_slot_TK), weight_TK, weight_TK.dtype)
+
+
+@torch.library.register_fake("moe_kernels::expand_rows")
+def _(x_TD, slot_of_row_N, row_of_slot_TK):
+    del row_of_slot_TK
+    return x_TD.new_empty(slot_of_row_N.shape[0], x_TD.shape[1])
+
+
+@torch.library.register_fake("moe_kernels::combine_rows")
+def _(y_ND, weight_TK, slot_of_row_N, row_of_slot_TK):
+    del slot_of_row_N, row_of_slot_TK
+    return y_ND.new_empty(weight_TK.shape[0], y_ND.shape[1])
+
+
+def _save(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    del output
+    ctx.save_for_backward(*inputs)
+
+
+def _expand_autograd(ctx, dx_ND: Tensor) -> tuple[Tensor | None, ...]:
+    _, slot_of_row_N, row_of_slot_TK = ctx.saved_tensors
+    wide = torch.promote_types(dx_ND.dtype, torch.float32)
+    one_TK = torch.ones_like(row_of_slot_TK, dtype=wide)
+    return combine_rows(dx_ND, one_TK, slot_of_row_N, row_of_slot_TK), None, None
+
+
+def _combine_autograd(ctx, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
+    y_ND, weight_TK, slot_of_row_N, row_of_slot_TK = ctx.saved_tensors
+    dy_ND = expand_rows(dy_TD, slot_of_row_N, row_of_slot_TK).to(weight_TK.dtype)
+    weight_N = weights_of_rows(weight_TK, slot_of_row_N)[:-1]
+    dweight_M = F.pad((dy_ND * y_ND).sum(dim=1), (0, 1))
+    dweight_TK = dweight_M.index_select(0, rows_of_slots(row_of_slot_TK).view(-1))
+    dy_ND = (dy_ND * weight_N[:, None]).to(y_ND.dtype)
+    return dy_ND, dweight_TK.view(weight_TK.shape), None, None
+
+
+torch.library.register_autograd("moe_kernels::expand_rows", _expand_autograd, setup_context=_save)
+torch.library.register_autograd("moe_kernels::combine_rows", _combine_autograd, setup_context=_save)

@@ -47,11 +47,16 @@ def grouped_problems(
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16),
     max_rows: int = 150,
     max_width: int = 80,
+    multiple: int = 1,
 ) -> GroupedProblem:
-    """Draw a grouped matrix product: ragged edges, empty experts, rows past the last offset."""
+    """Draw a grouped matrix product: ragged edges, empty experts, rows past the last offset.
+
+    D and F are multiples of ``multiple``; the kernels ask for 16.
+    """
     counts = draw(row_counts(max_rows=max_rows))
     tail = draw(st.sampled_from([0, 1, 37]))
-    D, F = draw(st.integers(1, max_width)), draw(st.integers(1, max_width))
+    widths = st.integers(1, max_width // multiple).map(lambda n: n * multiple)
+    D, F = draw(widths), draw(widths)
     dtype, seed = draw(st.sampled_from(dtypes)), draw(seeds)
     x_ND = randn(sum(counts) + tail, D, seed=seed, dtype=dtype)
     x_ND[sum(counts) :] = torch.nan
