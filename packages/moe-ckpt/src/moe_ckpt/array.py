@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from moe_ckpt import files
 from moe_ckpt.errors import (
     CorruptChunkError,
     CorruptFileError,
@@ -80,19 +82,25 @@ def metadata_bytes(info: ArrayInfo) -> bytes:
 
 
 @functools.cache
-def _context() -> Any:
+def _context(synced: bool = True) -> Any:
     # A cache would pin every chunk written. Each chunk has one writer, so locks only cost.
     return ts.Context(
         {
             "cache_pool": {"total_bytes_limit": 0},
             "file_io_locking": {"mode": "none"},
-            "file_io_sync": True,
+            "file_io_sync": synced,
         }
     )
 
 
-def open_array(checkpoint: Path, info: ArrayInfo) -> Any:
-    """Open the array for reading and writing, by what the manifest says and not by zarr.json."""
+def open_array(checkpoint: Path, info: ArrayInfo, *, synced: bool = True) -> Any:
+    """Open the array for reading and writing, by what the manifest says and not by zarr.json.
+
+    Args:
+        checkpoint: Directory that holds ``arrays``.
+        info: Of the array.
+        synced: Whether a chunk that was written is durable.
+    """
     spec = {
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": f"{info.directory(checkpoint)}/"},
@@ -101,7 +109,7 @@ def open_array(checkpoint: Path, info: ArrayInfo) -> Any:
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
-    return ts.open(spec, open=True, assume_metadata=True, context=_context()).result()
+    return ts.open(spec, open=True, assume_metadata=True, context=_context(synced)).result()
 
 
 class ChunkWriter:
@@ -109,29 +117,43 @@ class ChunkWriter:
 
     Args:
         checkpoint: Directory that holds ``arrays``.
+        together: Whether to make chunks durable together, in ``finish``, which is for many small
+            ones; otherwise each is when it has been written.
     """
 
-    def __init__(self, checkpoint: Path):
-        self.checkpoint = checkpoint
+    def __init__(self, checkpoint: Path, *, together: bool = False):
+        self.checkpoint, self.together = checkpoint, together
         self._stores: dict[tuple[str, str], Any] = {}
-        self._flying: list[tuple[Any, int]] = []
+        self._flying: deque[tuple[Any, int]] = deque()
+        self._bytes = 0  # of what is in flight
 
     def write(self, info: ArrayInfo, number: int, values: np.ndarray) -> None:
         """Start to write a chunk. ``values`` must stay as they are until ``wait`` returns."""
         key = (info.name, info.kind)
         if key not in self._stores:
-            self._stores = {key: open_array(self.checkpoint, info)}
+            self._stores = {key: open_array(self.checkpoint, info, synced=not self.together)}
         box = info.grid.box(number)
         values = values.reshape([part.stop - part.start for part in box])
         future = self._stores[key][box].write(values, can_reference_source_data_indefinitely=True)
         self._flying.append((future, values.nbytes))
-        while sum(size for _, size in self._flying) > WINDOW_BYTES:
-            self._flying.pop(0)[0].result()
+        self._bytes += values.nbytes
+        while self._bytes > WINDOW_BYTES:
+            self._land()
 
     def wait(self) -> None:
-        """Return when every chunk is on the disk."""
+        """Return when every chunk has been written."""
         while self._flying:
-            self._flying.pop(0)[0].result()
+            self._land()
+
+    def _land(self) -> None:
+        future, size = self._flying.popleft()
+        self._bytes -= size
+        future.result()
+
+    def finish(self) -> None:
+        """Return when every chunk is durable."""
+        if self.together:
+            files.sync_file_system(self.checkpoint)
 
     def drain(self) -> None:
         """Return when nothing is being written any more, whether it succeeded or not.
@@ -142,6 +164,7 @@ class ChunkWriter:
         for future, _ in self._flying:
             future.exception()
         self._flying.clear()
+        self._bytes = 0
 
     def stored_crc(self, info: ArrayInfo, number: int) -> int:
         """Return the checksum at the end of a chunk that was written, from its file."""

@@ -1,19 +1,29 @@
 """Chunks wherever they are: in the files of a file system or in an object store."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from moe_ckpt import files
 from moe_ckpt.array import ArrayInfo, ChunkWriter, read_files, stored_crc, swapped
 from moe_ckpt.object_chunks import ObjectWriter, read_objects, stored_object_crc
 from moe_ckpt.objects import ObjectPath, Place
 
+SMALL_BYTES = 1 << 20
+"""Chunks that are smaller, on the average, are made durable together where there are many."""
 
-def chunk_writer(checkpoint: Place) -> ChunkWriter | ObjectWriter:
-    """Return what writes chunks to a checkpoint."""
+
+def chunk_writer(checkpoint: Place, sizes: Sequence[int]) -> ChunkWriter | ObjectWriter:
+    """Return what writes chunks to a checkpoint.
+
+    Args:
+        checkpoint: Where.
+        sizes: Bytes of the chunks that it will write.
+    """
     if isinstance(checkpoint, ObjectPath):
         return ObjectWriter(checkpoint)
-    return ChunkWriter(checkpoint)
+    many = len(sizes) > files.MANY and sum(sizes) < len(sizes) * SMALL_BYTES
+    return ChunkWriter(checkpoint, together=many)
 
 
 def read_chunks(

@@ -41,10 +41,14 @@ def open_staging(
     staging.mkdir()
     stack.callback(lambda: shutil.rmtree(staging, ignore_errors=True))
     (staging / "arrays").mkdir()
+    last = None
     for info in infos:
-        directory = info.directory(staging)
-        directory.mkdir(parents=True)
-        files.write(directory / "zarr.json", metadata_bytes(info), durable=False)
+        directory = os.fspath(info.directory(staging))
+        if info.name != last:  # the kinds of a tensor follow one another
+            os.mkdir(os.path.dirname(directory))
+            last = info.name
+        os.mkdir(directory)
+        files.write(Path(directory, "zarr.json"), metadata_bytes(info), durable=False)
     return staging.name
 
 
@@ -54,8 +58,11 @@ def commit(root: Path, staging: Path, step: int, infos: list[ArrayInfo], state: 
     others = [c.sequence for c in scan(root).valid if c.step != step]
     sequence = 1 + max(others, default=-1)
     # Durable before they are vouched for: the metadata of arrays, then every directory.
-    directories = [Path(path) for path, _, _ in os.walk(staging / "arrays")]
-    files.sync_all([info.directory(staging) / "zarr.json" for info in infos] + directories)
+    if len(infos) > files.MANY:
+        files.sync_file_system(staging)
+    else:
+        directories = [Path(path) for path, _, _ in os.walk(staging / "arrays")]
+        files.sync_all([info.directory(staging) / "zarr.json" for info in infos] + directories)
     contents = small_files(step, sequence, infos, state)
     for name, data in contents.items():
         files.write(staging / name, data)

@@ -16,6 +16,8 @@ from pathlib import Path
 from moe_ckpt.errors import RootLockedError
 
 LOCK = ".lock"
+MANY = 128
+"""More files or directories than that are made durable together with their whole file system."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,21 @@ def sync_all(paths: Sequence[Path], at_once: int = 8) -> None:
         thread.join()
     if errors:
         raise errors[0]
+
+
+def sync_file_system(path: Path) -> None:
+    """Make everything durable that was written to the file system of a directory, by anybody.
+
+    One call for any number of files, where one for each would wait for the disk each time.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.syncfs(descriptor):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), str(path))
+    finally:
+        os.close(descriptor)
 
 
 def write(path: Path, data: bytes, *, durable: bool = True) -> None:

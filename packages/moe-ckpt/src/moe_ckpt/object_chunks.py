@@ -1,5 +1,6 @@
 """Chunks as objects: the same bytes as in files, each read and written whole."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -77,7 +78,8 @@ class ObjectWriter:
         self.checkpoint = checkpoint
         self._codec: Codec | None = None
         self._crcs: dict[tuple[str, str, int], int] = {}
-        self._flying: list[tuple[Any, int]] = []
+        self._flying: deque[tuple[Any, int]] = deque()
+        self._bytes = 0  # of what is in flight
 
     def write(self, info: ArrayInfo, number: int, values: np.ndarray) -> None:
         """Start to write a chunk. ``values`` may change when this returns."""
@@ -88,19 +90,29 @@ class ObjectWriter:
         self._crcs[info.name, info.kind, number] = crc
         place = info.chunk_file(self.checkpoint, number)
         self._flying.append((place.store.write(place.key, data), len(data)))
-        while sum(size for _, size in self._flying) > WINDOW_BYTES:
-            self._flying.pop(0)[0].result()
+        self._bytes += len(data)
+        while self._bytes > WINDOW_BYTES:
+            self._land()
 
     def wait(self) -> None:
         """Return when the store has every chunk."""
         while self._flying:
-            self._flying.pop(0)[0].result()
+            self._land()
+
+    def _land(self) -> None:
+        future, size = self._flying.popleft()
+        self._bytes -= size
+        future.result()
+
+    def finish(self) -> None:
+        """Do nothing: what a store has taken is durable."""
 
     def drain(self) -> None:
         """Return when nothing is being written any more, whether it succeeded or not."""
         for future, _ in self._flying:
             future.exception()
         self._flying.clear()
+        self._bytes = 0
 
     def stored_crc(self, info: ArrayInfo, number: int) -> int:
         """Return the checksum of a chunk that was written: the store took it whole."""

@@ -186,7 +186,8 @@ def save_arrays(
     done, crcs = 0, {}
     with ExitStack() as stack:
         name = protocol.open_staging(stack, root, step, infos, overwrite)
-        writer = chunk_writer(root / name)
+        sizes = [info.chunk_bytes for info in infos for _ in range(len(info.grid))]
+        writer = chunk_writer(root / name, sizes)
         try:
             for index, array in enumerate(arrays):
                 for number in range(len(array.grid)):
@@ -197,6 +198,7 @@ def save_arrays(
                 writer.wait()
                 for number in range(len(array.grid)):
                     crcs[index, number] = writer.stored_crc(infos[index], number)
+            writer.finish()
         except BaseException:
             writer.drain()
             raise
@@ -236,13 +238,15 @@ def _write(
     """Write the chunks of every rank and return the checksums of all, by array and number."""
     rank, infos, crcs = together.comm.rank, _infos(arrays, {}), []
     together.attempt(_check_shared, staging)
-    writer = chunk_writer(staging)
+    sizes = [infos[chunk.array].chunk_bytes for chunk in chunks if chunk.owner == rank]
+    writer = chunk_writer(staging, sizes)
     for batch in rounds(arrays, chunks):
         parcels = _exchange(together, views, batch)
         mine = [chunk for chunk in batch if chunk.owner == rank]
         together.attempt(_write_round, writer, views, infos, mine, parcels)
         crcs += together.attempt(_stored_crcs, writer, infos, mine) or []
         together.agree()
+    together.attempt(writer.finish)
     replies = together.agree(crcs)
     return {(index, number): crc for reply in replies for index, number, crc in reply}
 

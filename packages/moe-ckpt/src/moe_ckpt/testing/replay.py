@@ -132,6 +132,8 @@ class Disk:
                 self._rename(call)
             case "fsync" | "fdatasync":
                 self._sync(call.paths[0])
+            case "syncfs":
+                self._sync_all(self._top)
             case "mmap" if "PROT_WRITE" not in call.text or "MAP_SHARED" not in call.text:
                 return False
             case _:
@@ -177,6 +179,14 @@ class Disk:
             first.names[old], second.names[new] = second.names[new], first.names[old]
         else:
             second.names[new] = first.names.pop(old)
+
+    def _sync_all(self, node: _Directory) -> None:
+        node.safe = dict(node.names)
+        for child in node.names.values():
+            if isinstance(child, _Directory):
+                self._sync_all(child)
+            else:
+                child.safe = bytes(child.data)
 
     def _sync(self, path: str) -> None:
         node = self._find(path)
