@@ -180,7 +180,8 @@ def compare(what: str, amount: int, repeat: int, place: Path) -> list[dict]:
             row[f"{half}_all_seconds"] = [round(run[half]["seconds"], 3) for run in mine]
         rows.append(row)
         print(
-            f"{what:6} {name:24} write {row['write_seconds']:7.2f} s  cpu {row['write_cpu_s']:6.2f} s"
+            f"{what:6} {name:24} "
+            f"write {row['write_seconds']:7.2f} s  cpu {row['write_cpu_s']:6.2f} s"
             f"  +{row['write_extra_mib']:6.0f} MiB | read {row['read_seconds']:7.2f} s"
             f"  cpu {row['read_cpu_s']:6.2f} s  +{row['read_extra_mib']:6.0f} MiB",
             flush=True,

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -358,13 +359,15 @@ def test_looking_and_verifying_need_no_torch(root) -> None:
     subprocess.run([sys.executable, "-c", BARE, str(root)], check=True, capture_output=True)
 
 
-def test_inspect_is_there_within_a_second(root) -> None:
+def test_inspect_takes_less_than_a_second(root) -> None:
+    # Of the processor: on a shared machine the clock measures the neighbours.
     command = [sys.executable, "-m", "moe_ckpt", "inspect", str(root)]
     times = []
-    for _ in range(5):
-        begin = time.monotonic()
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, check=True, capture_output=True)
-        times.append(time.monotonic() - begin)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
     assert min(times) < 1.0, times
 
 

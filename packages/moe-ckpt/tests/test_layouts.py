@@ -172,6 +172,32 @@ def test_what_else_is_state_comes_back_as_it_was(tmp_path) -> None:
     assert torch.equal(torch.rand(5), want)
 
 
+def test_the_manifest_tells_the_configuration_and_who_made_the_bytes(tmp_path) -> None:
+    shards = Mesh(1, 1, 1).shards(beginning(), 0)
+    found = [
+        open_checkpoint(save(tmp_path, shards, step=at, state=state)).manifest
+        for at, state in enumerate(
+            [{"config": {"a": 1, "b": 2}}, {"config": {"b": 2, "a": 1}}, {"config": {"a": 2}}, {}]
+        )
+    ]
+    assert found[0].config_sha256 == found[1].config_sha256
+    assert found[2].config_sha256 not in (None, found[0].config_sha256)
+    assert found[3].config_sha256 is None
+    text = b'{\n "a": 1,\n "b": 2\n}\n'
+    assert found[0].config_sha256 == hashlib.sha256(text).hexdigest()
+    assert found[0].producers["numpy"] == np.__version__
+    assert set(found[0].producers) == {"moe-ckpt", "numpy", "tensorstore"}
+
+
+def test_zarr_python_reads_every_tensor(tmp_path) -> None:
+    zarr = pytest.importorskip("zarr", reason="zarr is not installed")
+    arrays = beginning()
+    path = save(tmp_path, Mesh(1, 1, 1).shards(arrays, 0), step=0, state={})
+    for (name, kind), want in arrays.items():
+        got = zarr.open_array(str(path / "arrays" / name / kind), mode="r")
+        assert got[...].tobytes() == want.tobytes(), name
+
+
 def test_state_that_only_some_ranks_have_is_refused_and_of_several_rank_0s_is_kept(
     tmp_path,
 ) -> None:

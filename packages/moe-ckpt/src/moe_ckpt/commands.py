@@ -37,6 +37,8 @@ def inspect(options: Namespace) -> int:
             step=reader.step,
             sequence=reader.manifest.sequence,
             writer=reader.manifest.writer,
+            producers=reader.manifest.producers,
+            config_sha256=reader.manifest.config_sha256,
             manifest_sha256=reader.manifest.sha256,
             bytes=whole.nbytes,
             chunks=whole.chunks,

@@ -15,6 +15,7 @@ from moe_ckpt.objects import Place
 from moe_ckpt.shard import DTYPES, check_name
 
 VERSION = (1, 0)
+PRODUCERS = ("moe-ckpt", "numpy", "tensorstore")
 MANIFEST, SEAL, STATE, CHECKSUMS = "manifest.json", "manifest.sha256", "state.json", "checksums.bin"
 
 
@@ -28,6 +29,8 @@ class Manifest:
         writer: Package and version that wrote it.
         arrays: In order of name and kind.
         sha256: Of the file, in hexadecimal.
+        config_sha256: Of the value of ``config`` in the state, or None if the state has none.
+        producers: Versions of the packages that the bytes came from.
     """
 
     step: int
@@ -35,6 +38,8 @@ class Manifest:
     writer: str
     arrays: tuple[ArrayInfo, ...]
     sha256: str
+    config_sha256: str | None
+    producers: dict[str, str]
 
 
 def sha256(data: bytes) -> str:
@@ -80,13 +85,15 @@ def small_files(
     checksums = b"".join(info.crcs.astype("<u4").tobytes() for info in arrays)
     manifest = {
         "arrays": [_array_to_json(info) for info in arrays],
+        "config_sha256": _config_digest(state),
         "checksums": {"bytes": len(checksums), "sha256": sha256(checksums)},
         "format": "moe-ckpt",
+        "producers": {name: _version(name) for name in PRODUCERS},
         "sequence": sequence,
         "state": {"bytes": len(state), "sha256": sha256(state)},
         "step": step,
         "version": list(VERSION),
-        "writer": f"moe-ckpt {_own_version()}",
+        "writer": f"moe-ckpt {_version('moe-ckpt')}",
     }
     data = to_json(manifest)
     # As sha256sum writes it, so that it can also check it.
@@ -131,7 +138,10 @@ def read_manifest(path: Place) -> Manifest:
         checksums = read_sealed(path / CHECKSUMS, fields["checksums"])
         read_sealed(path / STATE, fields["state"])
         arrays = _arrays_from_json(fields["arrays"], np.frombuffer(checksums, "<u4"))
-        return Manifest(fields["step"], fields["sequence"], fields["writer"], arrays, sha256(data))
+        return Manifest(
+            fields["step"], fields["sequence"], fields["writer"], arrays, sha256(data),
+            fields.get("config_sha256"), fields.get("producers", {}),
+        )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, FormatVersionError):
             raise
@@ -164,9 +174,15 @@ def _corrupt(path: Place, what: str) -> CorruptFileError:
     return CorruptFileError(f"{path} {what}", file=str(path))
 
 
-def _own_version() -> str:
+def _config_digest(state: bytes) -> str | None:
+    # Equal configurations can be told without comparing them; whose they are is not known here.
+    config = json.loads(state).get("config")
+    return None if config is None else sha256(to_json(config))
+
+
+def _version(name: str) -> str:
     try:
-        return importlib.metadata.version("moe-ckpt")
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "from a source tree"  # on PYTHONPATH, not installed
 
