@@ -26,6 +26,15 @@ DEADLINE = 30.0
 _INTERPRETER = threading.RLock()
 
 
+def interpreted_in_turn(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Launch a kernel on the current stream; in the interpreter one thread at a time."""
+    if isinstance(kernel, triton.JITFunction):
+        kernel[grid](*args, **options)
+        return
+    with _INTERPRETER:
+        kernel[grid](*args, **options)
+
+
 class Event(NamedTuple):
     """A step that a rank took.
 
@@ -192,11 +201,7 @@ class Channel:
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Launch a kernel on the current stream."""
-        if not self.interpreted:
-            kernel[grid](*args, **options)
-            return
-        with _INTERPRETER:
-            kernel[grid](*args, **options)
+        interpreted_in_turn(kernel, grid, *args, **options)
 
     def at(self, name: str) -> int:
         """Return the offset of an array on the heap."""
