@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from moe_dispatch import LocalDispatcher, RowPlan
 from moe_dispatch.rowwise import Channel, RowwiseDispatcher, meet, send_tokens
@@ -84,6 +84,7 @@ def masked_where_dropped(case: DispatchCase, seen: list[Seen]) -> DispatchCase:
     return Dropped(*case)
 
 
+@example(case=DispatchCase(1, 1, 2, (9, 3), hot_experts=1, dtype="float32"), factor=0.9)
 @given(
     case=dispatch_cases(max_world_size=2, max_tokens=2, dtypes=("float32",)),
     factor=st.sampled_from([0.1, 0.5, 0.9]),
