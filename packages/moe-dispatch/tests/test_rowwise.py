@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from moe_dispatch import LocalDispatcher
-from moe_dispatch.rowwise import RowwiseDispatcher
+from moe_dispatch.rowwise import Channel, RowwiseDispatcher
 from moe_dispatch.testing import (
     DispatchCase,
     Trip,
@@ -230,3 +230,45 @@ def test_ranks_that_disagree_all_raise(about: str, messages: list[str]) -> None:
     plan = plan_for(case)
     world_size = case.world_size
     assert run_on_threads(refuse, world_size, plan.heap_bytes, plan, case, about) == messages
+
+
+def count_launches(heap: Any, plan: Any, case: DispatchCase) -> dict[str, int]:
+    """Count the kernels of this package; torch adds its own for the order of rows."""
+    with Channel(plan, heap, deadline=60) as channel:
+        dispatcher, counts, launch = RowwiseDispatcher.on(channel), [0], channel.launch
+
+        def counting(*args: Any, **options: Any) -> None:
+            counts[0] += 1
+            launch(*args, **options)
+
+        channel.launch = counting  # type: ignore[method-assign]
+        found = {}
+
+        def since(name: str) -> None:
+            found[name], counts[0] = counts[0], 0
+
+        x_TD = case.tokens(heap.rank).requires_grad_()
+        sent = dispatcher.dispatch(x_TD, case.routing(heap.rank))
+        since("dispatch")
+        y_TD = dispatcher.combine(sent.x_RD, sent)
+        since("combine")
+        y_TD.backward(case.gradient(heap.rank))
+        since("backward")
+        return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "launches"),
+    [
+        (1, {"dispatch": 3, "combine": 1, "backward": 3}),
+        (2, {"dispatch": 13, "combine": 7, "backward": 14}),
+    ],
+)
+def test_a_layer_takes_the_launches_that_the_docs_state(
+    world_size: int, launches: dict[str, int]
+) -> None:
+    # On a GPU one more each time that news is asked for: 2 in dispatch, 1 in combine, 1 backward.
+    case = DispatchCase(2, 2, 4, (3,) * world_size, hot_experts=2, dtype="float32")
+    plan = plan_for(case)
+    args = (world_size, plan.heap_bytes, plan, case)
+    assert run_on_threads(count_launches, *args) == [launches] * world_size

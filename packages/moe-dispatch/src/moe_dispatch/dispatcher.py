@@ -46,7 +46,8 @@ class Dispatcher(Protocol):
     * If the experts give a row the same bits wherever it lies, then ``y_TD`` and the gradient of
       ``x_TD`` have the bits of one rank that holds all experts. The gradient of a weight is a
       sum over D by ``torch.sum``, whose order can depend on T: it agrees to within
-      ``D * eps * sum(abs(dy * y))``, eps being that of the dtype of the sum.
+      ``D * eps * sum(abs(dy * y))``, eps being that of the dtype of the sum. A dispatcher that sums
+      the results of one rank for a token before they travel (``RowPlan.dedup``) rounds once more.
     * Nothing is kept between calls: all that ``combine`` needs is in ``Dispatched``.
 
     Every rank of the group calls ``dispatch`` and ``combine`` the same number of times in the
