@@ -15,6 +15,7 @@ from moe_parallel import (
     make_schedule,
     plan_mesh,
 )
+from moe_parallel.pipeline.links import Links
 from torch import nn
 
 create_mesh = functools.cache(Mesh.create)
@@ -99,6 +100,37 @@ def test_after_an_exception_the_groups_still_work(pool, name, num_ranks, fault) 
     grads = {number: grad for _, found in results for number, grad in found.items()}
     # The loss is 2 (1 + 2 + 3 + 4) times the product of the weights, each 1/2.
     assert grads == {str(i): 20 * 0.5 ** (num_stages - 1) for i in range(num_stages)}
+
+
+def run_on_own_edges(group, name, pp, world):
+    """Give every pair of neighbours a communicator of its own, as on NCCL."""
+    mesh = create_mesh(plan_mesh(world, pp=pp), group=group)
+    plan = make_schedule(name, pp, 4)
+    stages = {i: Faulty(i, i == plan.num_stages - 1) for i in plan.stages_of(mesh.pp_rank)}
+    target = Gradients({str(i): stage.weight for i, stage in stages.items()})
+    pipeline = Pipeline(stages, mesh, target, schedule=name)
+    pipeline._links = Links.create(mesh, plan, own_edges=True)
+    pipeline.step(range(4))
+    edges = pipeline._links.edges
+    different = len({id(edge) for edge in edges.values()}) == len(edges)
+    return {n: g.item() for n, g in target.main_grads.items()}, sorted(edges), different
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize(("pp", "world"), [(2, 2), (2, 4), (4, 4)])
+def test_pipelines_run_over_a_communicator_for_each_ordered_pair(pool, name, pp, world) -> None:
+    plan = make_schedule(name, pp, 4)
+    pairs = {(r, to) for r in range(pp) for to, _ in plan.sends(r)}
+    grads = {}
+    for rank, (found, edges, different) in enumerate(
+        pool.run(run_on_own_edges, world, name, pp, world)
+    ):
+        own = rank // (world // pp)
+        assert edges == sorted(pair for pair in pairs if own in pair)
+        assert different
+        grads |= found
+    n = plan.num_stages
+    assert grads == {str(i): 20 * 0.5 ** (n - 1) for i in range(n)}
 
 
 class Mixed(nn.Module):

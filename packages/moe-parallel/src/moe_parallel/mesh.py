@@ -93,15 +93,52 @@ class Mesh:
         )
 
 
-def stages_group(mesh: Mesh, stages: Sequence[int]) -> dist.ProcessGroup:
-    """Make the group of all ranks of some stages. Every one of them makes this call."""
-    if mesh.world_group is None:
-        raise MeshError("a world of one rank has no groups")
-    world = dist.get_process_group_ranks(mesh.world_group)
-    ranks = [world[rank] for stage in stages for rank in mesh.plan.dp_groups()[stage]]
-    made = dist.new_group(ranks, use_local_synchronization=True)
-    if not isinstance(made, dist.ProcessGroup):
-        raise MeshError(f"rank {mesh.rank} is not in any of the stages {list(stages)}")
+def stages_groups(
+    mesh: Mesh, wanted: Sequence[tuple[int, ...]]
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Make groups of all ranks of some stages. A collective call of the whole mesh.
+
+    Args:
+        mesh: The mesh.
+        wanted: The stages of each group that this rank wants to be in.
+
+    Returns:
+        This rank's groups, by stages.
+    """
+    if mesh.world_group is None or mesh.plan.pp == 1:
+        return {}
+    told: list[list[tuple[int, ...]]] = [[] for _ in range(mesh.plan.world_size)]
+    dist.all_gather_object(told, list(wanted), group=mesh.world_group)
+    everyones = sorted({stages for held in told for stages in held})
+    stage_ranks = mesh.plan.dp_groups()
+    members = [[r for stage in stages for r in stage_ranks[stage]] for stages in everyones]
+    made = zip(everyones, make_groups(members, mesh.rank, mesh.world_group), strict=True)
+    return {stages: group for stages, group in made if group is not None}
+
+
+def make_groups(
+    members: Sequence[Sequence[int]],
+    rank: int,
+    group: dist.ProcessGroup | None,
+    backend: str | None = None,
+) -> list[dist.ProcessGroup | None]:
+    """Make process groups; None stands for those that this rank is not in.
+
+    Every rank of ``group`` takes part in making every one, as torch.distributed asks. (Making
+    them among their members alone hangs where ranks have made different numbers of groups.)
+
+    Args:
+        members: Ranks of each, as numbered in ``group``.
+        rank: This rank in ``group``.
+        group: The ranks that make them; None means all.
+        backend: Of the groups; None means that of torch.distributed.
+    """
+    made: list[dist.ProcessGroup | None] = []
+    for ranks in members:
+        _agree_on_a_name(group)
+        global_ranks = [r if group is None else dist.get_global_rank(group, r) for r in ranks]
+        new = dist.new_group(global_ranks, backend=backend)
+        made.append(new if rank in ranks and isinstance(new, dist.ProcessGroup) else None)
     return made
 
 
@@ -138,16 +175,7 @@ def _own_group(
     """Return this rank's group of a partition of the mesh, making it where none exists."""
     if len(partition) == 1:
         return dist.group.WORLD if group is None else group
-    own: dist.ProcessGroup | None = None
-    for ranks in partition:
-        # Every rank of the mesh takes part in making every group, as torch.distributed asks.
-        _agree_on_a_name(group)
-        made = dist.new_group(
-            [r if group is None else dist.get_global_rank(group, r) for r in ranks]
-        )
-        if rank in ranks and isinstance(made, dist.ProcessGroup):
-            own = made
-    return own
+    return next(own for own in make_groups(partition, rank, group) if own is not None)
 
 
 def _agree_on_a_name(group: dist.ProcessGroup | None) -> None:

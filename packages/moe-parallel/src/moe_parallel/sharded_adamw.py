@@ -17,7 +17,7 @@ from moe_parallel.adamw.update import step_scalars, update_adamw
 from moe_parallel.bucket import Bucket
 from moe_parallel.deferral import Deferral, WeightGradient, attach_sink
 from moe_parallel.layout import BucketLayout, ParamSpec, check_specs, plan_buckets
-from moe_parallel.mesh import Mesh, stages_group
+from moe_parallel.mesh import Mesh, stages_groups
 from moe_parallel.muon import MuonConfig, update_muon
 from moe_parallel.overlap import Blocks, Launcher
 from moe_parallel.reduction import Wire
@@ -109,6 +109,8 @@ class ShardedAdamW:
             mesh,
             among="stage",
         )
+        shared = {layout.shared_by for layout, _ in planned if layout.shared_by is not None}
+        self._stages_groups = stages_groups(mesh, sorted(shared))
         self._buckets = [self._make_bucket(layout, own) for layout, own in planned]
         self._trained = [bucket for bucket in self._buckets if bucket.layout.trainable]
         self._places = {
@@ -133,7 +135,7 @@ class ShardedAdamW:
             return make(mesh.edp_group, mesh.edp_rank, mesh.plan.edp)
         if layout.shared_by is None:
             return make(mesh.dp_group, mesh.dp_rank, mesh.plan.dp)
-        group = stages_group(mesh, layout.shared_by)
+        group = self._stages_groups[layout.shared_by]
         what = f"the list of parameters shared by stages {layout.shared_by}"
         check_same(_digest([layout]), what, mesh, among=group)
         rank = layout.shared_by.index(mesh.pp_rank) * mesh.plan.dp + mesh.dp_rank

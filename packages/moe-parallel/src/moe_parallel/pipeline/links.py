@@ -1,11 +1,10 @@
 """The process groups that a pipeline talks over."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from moe_parallel.mesh import Mesh
+from moe_parallel.mesh import Mesh, make_groups
 from moe_parallel.schedule import Schedule
 
 
@@ -31,32 +30,34 @@ class Links:
     edges: dict[tuple[int, int], dist.ProcessGroup]
 
     @classmethod
-    def create(cls, mesh: Mesh, schedule: Schedule) -> "Links":
-        """Make the groups. A collective call: every rank of the mesh makes it."""
+    def create(cls, mesh: Mesh, schedule: Schedule, *, own_edges: bool | None = None) -> "Links":
+        """Make the groups. A collective call: every rank of the mesh makes it.
+
+        Args:
+            mesh: This rank's place.
+            schedule: Says who sends to whom.
+            own_edges: Whether each pair gets a communicator; None decides by the backend.
+        """
         world, pipeline = mesh.world_group, mesh.pp_group
         if world is None or pipeline is None:
             return cls(ranks=(0,), control=None, status=None, edges={})
         ranks = tuple(dist.get_process_group_ranks(pipeline))
         pairs = sorted({(r, to) for r in range(schedule.num_ranks) for to, _ in schedule.sends(r)})
-        if "gloo" in str(dist.get_backend(pipeline)):
+        if own_edges is None:
             # gloo matches messages by their sender and tag, whatever else is under way.
+            own_edges = "gloo" not in str(dist.get_backend(pipeline))
+        if not own_edges:
             edges = dict.fromkeys(pairs, pipeline)
             return cls(ranks=ranks, control=pipeline, status=world, edges=edges)
-        me = mesh.pp_rank
-        edges = {
-            (r, to): _new_group([ranks[r], ranks[to]], None) for r, to in pairs if me in (r, to)
-        }
+        pipelines = mesh.plan.pp_groups()
+        members = [sorted((own[r], own[to])) for own in pipelines for r, to in pairs]
+        names = [pair if mesh.rank in own else None for own in pipelines for pair in pairs]
+        made = zip(names, make_groups(members, mesh.rank, world), strict=True)
+        control = make_groups(pipelines, mesh.rank, world, "gloo")
+        (status,) = make_groups([range(mesh.plan.world_size)], mesh.rank, world, "gloo")
         return cls(
             ranks=ranks,
-            control=_new_group(ranks, "gloo"),
-            status=_new_group(dist.get_process_group_ranks(world), "gloo"),
-            edges=edges,
+            control=next(group for group in control if group is not None),
+            status=status,
+            edges={pair: group for pair, group in made if pair is not None and group is not None},
         )
-
-
-def _new_group(ranks: Iterable[int], backend: str | None) -> dist.ProcessGroup:
-    # Only members take part, so that the thousands of pairs of a large mesh are made at once.
-    made = dist.new_group(sorted(ranks), backend=backend, use_local_synchronization=True)
-    if not isinstance(made, dist.ProcessGroup):
-        raise RuntimeError(f"this rank is not one of {sorted(ranks)}")
-    return made
