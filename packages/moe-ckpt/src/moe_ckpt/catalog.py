@@ -126,7 +126,7 @@ def scan(root: Place) -> Catalog:
         except CheckpointError as error:
             skipped.append(Skipped(path, f"{type(error).__name__}: {error}"))
             errors.append(error)
-    valid.sort(key=lambda checkpoint: (checkpoint.sequence, checkpoint.step), reverse=True)
+    valid = _newest_first(valid)
     if steps or LATEST in names:
         skipped += _check_hint(root, valid)
     leftovers = [root / n for n in names if _LEFTOVER.fullmatch(n)]
@@ -146,11 +146,15 @@ def _scan_objects(root: ObjectPath) -> Catalog:
         except CheckpointError as error:
             skipped.append(Skipped(path, f"{type(error).__name__}: {error}"))
             errors.append(error)
-    valid.sort(key=lambda checkpoint: (checkpoint.sequence, checkpoint.step), reverse=True)
+    valid = _newest_first(valid)
     skipped += _check_hint(root, valid)
     begun = [entry.name for entry in (root / "begun").iterdir()]
     leftovers = [root / "data" / name for name in begun if name not in data]
     return Catalog(tuple(valid), tuple(skipped), tuple(errors), tuple(leftovers))
+
+
+def _newest_first(found: list[Checkpoint]) -> list[Checkpoint]:
+    return sorted(found, key=lambda c: (c.sequence, c.step), reverse=True)
 
 
 def checkpoint_of(path: Place, manifest: Manifest) -> Checkpoint:
