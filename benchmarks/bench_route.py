@@ -8,19 +8,16 @@ move over the rate at which this machine copies 1 GiB, measured in the same run.
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from moe_kernels import backend, route
+from common import machine
+from moe_kernels import route
 from moe_kernels.routing import group_rows_and_tiles
 from torch import Tensor
 
@@ -49,24 +46,6 @@ GPU = [
     Shape(128, 128, 8),
 ]
 DATA = ("uniform", "zipf", "same")
-
-
-def machine() -> dict[str, str]:
-    """Say where, when and on what this ran."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    cuda = torch.cuda.is_available()
-    return {
-        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "commit": commit.stdout.strip() or "unknown",
-        "device": torch.cuda.get_device_name() if cuda else f"CPU, {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": version("triton") if backend().name == "triton" else "not used",
-        "backend": ": ".join(backend()),
-    }
 
 
 def eager_milliseconds(function: Callable[[], object], repeat: int) -> float:

@@ -1,6 +1,7 @@
 """What the benchmarks share: where they run, how they time, and the layers they time."""
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -40,18 +41,18 @@ SHAPES = {
 
 
 def machine() -> dict[str, str]:
-    """Say where, when and on what this ran."""
-    commit = subprocess.run(
+    """Say where, when and on what this ran. ``GIT_COMMIT`` names a tree without history."""
+    commit = os.environ.get("GIT_COMMIT") or subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
         cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    ).stdout.strip()  # fmt: skip
     try:
         triton = version("triton")
     except PackageNotFoundError:
         triton = "not installed"
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit or "unknown",
         "device": torch.cuda.get_device_name() if CUDA else f"CPU, {platform.machine()}",
         "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),

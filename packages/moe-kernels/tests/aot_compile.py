@@ -46,17 +46,21 @@ def product(dtype: str, config: Config, d_major: bool):
 def weight_gradient(dtype: str, config: Config, accumulate: bool):
     n, f, d = config.block_n, config.block_f, config.block_d
     types = {"x_desc": window(dtype, n, d), "dy_desc": window(dtype, n, f)}
+    types |= {"dw_desc": block(dtype, 1, f, d)}
+    constants = {"ACCUMULATE": accumulate}
     if accumulate:
-        types["dw_ptr"] = "*fp32"
-    return gemm._grouped_mm_dw_kernel, types, {"ACCUMULATE": accumulate}
+        types["dw_ptr"], constants["dw_desc"] = "*fp32", None
+    return gemm._grouped_mm_dw_kernel, types, constants
 
 
-def gate_up(dtype: str, config: Config, top_k: int):
+def gate_up(dtype: str, config: Config, top_k: int, keep: bool = True):
     n, f, d = config.block_n, config.block_f, config.block_d
     types = {"x_desc": window(dtype, n, d), "w_desc": block(dtype, 1, 2, f, d)}
     constants = {"K": top_k, "EVEN_D": True} | ({"x_desc": None} if top_k else {})
     if not top_k:
         constants["slot_of_row_ptr"] = None
+    if not keep:
+        constants["h_ptr"] = None
     return mlp._gate_up_kernel, types, constants
 
 
@@ -75,7 +79,10 @@ def sources(architecture: str):
             "wgrad": lambda c, t=dtype: {
                 "": weight_gradient(t, c, False), "+=": weight_gradient(t, c, True),
             },
-            "gate_up": lambda c, t=dtype: {"gather": gate_up(t, c, 8), "rows": gate_up(t, c, 0)},
+            "gate_up": lambda c, t=dtype: {
+                "gather": gate_up(t, c, 8), "rows": gate_up(t, c, 0),
+                "no gradient": gate_up(t, c, 8, keep=False),
+            },
         }  # fmt: skip
         for variant, (function, types, constants) in variants[operation](config).items():
             blocks = {"BLOCK_N": config.block_n, "BLOCK_F": config.block_f}

@@ -211,6 +211,22 @@ def test_what_is_saved_for_backward_has_no_gathered_rows_and_no_activation(dtype
     assert sorted(saved) == sorted([*inputs, pre_activation, *routing_shapes])
 
 
+@IMPLEMENTATIONS
+def test_without_gradients_the_output_is_the_same_and_nothing_is_kept(dtype, kernel) -> None:
+    routing = routed(7, 3, 2, dtype)
+    args = (randn(7, 32, seed=1, dtype=dtype), *weights_of(3, 32, 16, 2, dtype), *routing[:2])
+    leaves = [t.detach().clone().requires_grad_() for t in args[:3]]
+    with interpreted() if kernel else nullcontext():
+        want = expert_mlp(*leaves, *routing[:2])
+        with torch.no_grad():
+            assert torch.equal(expert_mlp(*leaves, *routing[:2]), want)
+        assert torch.equal(expert_mlp(*args), want)
+        rows = (*group_rows_and_tiles(routing.expert_TK, 3, 32),)
+        flat = [t for part in rows for t in part]
+        _, h_NG = torch.ops.moe_kernels.expert_mlp(*args[:4], *flat, False)
+    assert h_NG.shape == (0, 32)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_activation_of_half_precision_is_that_of_its_float32_value(dtype) -> None:
     h_NG, dact_NF = randn(9, 8, seed=0, dtype=dtype), randn(9, 4, seed=1, dtype=dtype)
@@ -241,7 +257,8 @@ def test_operators_pass_opcheck(kernel) -> None:
     order = groups[1:]
     with interpreted() if kernel else nullcontext():
         for operator, args in (
-            (ops.expert_mlp, (*leaves, *groups, *tiles)),
+            (ops.expert_mlp, (*leaves, *groups, *tiles, True)),
+            (ops.expert_mlp, (*plain, *groups, *tiles, False)),
             (ops.expert_mlp_backward, (dy_TD, *plain, *groups, *tiles, h_NG)),
             (ops.expand_rows, (leaves[0], *order)),
             (ops.combine_rows, (randn(10, 16, seed=7).requires_grad_(), leaves[3], *order)),

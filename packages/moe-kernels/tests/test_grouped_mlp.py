@@ -94,7 +94,7 @@ def test_what_is_saved_for_backward_is_the_rows_the_weights_and_the_pre_activati
 def test_operator_passes_opcheck() -> None:
     x_RD, *weights, offsets_E1 = problem([3, 0, 2], 4, 3, 0, torch.float32, tail=2)
     leaves = [t.requires_grad_() for t in (x_RD, *weights)]
-    torch.library.opcheck(torch.ops.moe_kernels.grouped_mlp.default, (*leaves, offsets_E1))
+    torch.library.opcheck(torch.ops.moe_kernels.grouped_mlp.default, (*leaves, offsets_E1, True))
     plain = [t.detach() for t in leaves]
     torch.library.opcheck(
         torch.ops.moe_kernels.grouped_mlp_backward.default,

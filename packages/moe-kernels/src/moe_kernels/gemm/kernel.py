@@ -85,7 +85,7 @@ def _grouped_mm_kernel(
 
 @triton.jit
 def _grouped_mm_dw_kernel(
-    x_desc, dy_desc, dw_ptr, offsets_ptr,
+    x_desc, dy_desc, dw_desc, dw_ptr, offsets_ptr,
     N, E, D, F,
     BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
     ACCUMULATE: tl.constexpr, SUPER: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -106,21 +106,26 @@ def _grouped_mm_dw_kernel(
         f_block, d_block = swizzle(index % (rows * columns), rows, columns, SUPER)
         start = tl.load(offsets_ptr + expert)
         size = tl.minimum(tl.load(offsets_ptr + expert + 1), N) - start
-        # 64 bits: E x F x D may pass 2**31 elements.
-        f = (f_block * BLOCK_F + tl.arange(0, BLOCK_F)).to(tl.int64)
-        d = (d_block * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
-        mask = (f < F)[:, None] & (d < D)[None, :]
-        row_of_dw = (expert * F).to(tl.int64) + f[:, None]
-        dw_ptrs = dw_ptr + row_of_dw * D + d[None, :]
-        if ACCUMULATE:  # from the start, so that what is there needs no registers of its own
+        f = f_block * BLOCK_F
+        d = d_block * BLOCK_D
+        if ACCUMULATE:  # start from what is there, so that it needs no registers of its own
+            # 64 bits: E x F x D may pass 2**31 elements.
+            dw_f = (expert * F).to(tl.int64) + f + tl.arange(0, BLOCK_F)[:, None]
+            dw_d = d + tl.arange(0, BLOCK_D)[None, :]
+            dw_ptrs = dw_ptr + dw_f * D + dw_d  # [BLOCK_F, BLOCK_D]
+            mask = (f + tl.arange(0, BLOCK_F) < F)[:, None] & (dw_d < D)
             acc = tl.load(dw_ptrs, mask=mask, other=0.0)
         else:
             acc = tl.zeros((BLOCK_F, BLOCK_D), dtype=tl.float32)
         for row in range(0, size, BLOCK_N):
-            dy = load_window(dy_desc, start, size, row, f_block * BLOCK_F, BLOCK_N, BLOCK_F)
-            x = load_window(x_desc, start, size, row, d_block * BLOCK_D, BLOCK_N, BLOCK_D)
+            dy = load_window(dy_desc, start, size, row, f, BLOCK_N, BLOCK_F)
+            x = load_window(x_desc, start, size, row, d, BLOCK_N, BLOCK_D)
             acc = tl.dot(dy.T, x, acc, input_precision="ieee")
-        tl.store(dw_ptrs, acc.to(dw_ptr.dtype.element_ty), mask=mask)
+        if ACCUMULATE:
+            tl.store(dw_ptrs, acc, mask=mask)
+        else:
+            block = tl.reshape(acc.to(dw_ptr.dtype.element_ty), (1, BLOCK_F, BLOCK_D))
+            dw_desc.store([expert, f, d], block)
 
 
 def grouped_mm_triton(
@@ -198,7 +203,8 @@ def grouped_mm_dw_triton(
     n, f, d = config.block_n, config.block_f, config.block_d
     programs = num_programs(x_ND.device, config)
     _grouped_mm_dw_kernel[(programs,)](
-        windows(aligned(x_ND), n, d), windows(aligned(dy_NF), n, f), dw_EFD,
+        windows(aligned(x_ND), n, d), windows(aligned(dy_NF), n, f),
+        None if out_EFD is not None else blocks(dw_EFD, 1, f, d), dw_EFD,
         offsets_E1, N, E, D, F,
         BLOCK_N=n, BLOCK_F=f, BLOCK_D=d, ACCUMULATE=out_EFD is not None,
         SUPER=config.super_n, PROGRAMS=programs, **config.launch,

@@ -2,13 +2,10 @@
 
 from torch import Tensor
 
-from moe_kernels.backend import runs_kernel
 from moe_kernels.mlp import op
 from moe_kernels.mlp.check import check_expert_mlp, check_grouped_mlp
-from moe_kernels.mlp.rows import RoutedRows
+from moe_kernels.mlp.rows import RoutedRows, route_rows
 from moe_kernels.mlp.unfused import expert_mlp_unfused
-from moe_kernels.routing import group_rows
-from moe_kernels.routing.tiles import group_rows_and_tiles
 
 __all__ = ["expert_mlp", "grouped_mlp"]
 
@@ -45,7 +42,8 @@ def grouped_mlp(
         tensor([0.7311, 0.7311, 0.0000])
     """
     check_grouped_mlp(x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1)
-    return op.grouped_mlp(x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1)[0]
+    keep = op.wants_gradient(x_RD, w_gate_up_EGD, w_down_EDF)
+    return op.grouped_mlp(x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1, keep)[0]
 
 
 def expert_mlp(
@@ -62,8 +60,9 @@ def expert_mlp(
     """Send each token through its experts and sum what they say, times the token's weights.
 
     Gather, MLP and combine in one differentiable operation. Saves the tokens, the pre-activation
-    and the routing for backward. The sum runs in float32 (float64 for float64) in the order of the
-    K routes, without atomics, so results repeat bit for bit. A masked route (-1) adds nothing.
+    and the routing for backward; nothing if no gradient is asked for. The sum runs in float32
+    (float64 for float64) in the order of the K routes, without atomics, so results repeat bit for
+    bit. A masked route (-1) adds nothing.
 
     The fused kernels compute SwiGLU without biases. Anything else runs one operation after the
     other and keeps every intermediate result for backward.
@@ -99,19 +98,8 @@ def expert_mlp(
     """
     biases = {"bias_gate_up_EG": bias_gate_up_EG, "bias_down_ED": bias_down_ED}
     check_expert_mlp(x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, expert_TK, activation, biases)
-    rows = _route_rows(x_TD, expert_TK, w_down_EDF.shape[0])
+    rows = RoutedRows(*route_rows(x_TD.detach(), expert_TK, w_down_EDF.shape[0]))
     args = (x_TD, w_gate_up_EGD, w_down_EDF, weight_TK)
     if activation == "swiglu" and bias_gate_up_EG is None and bias_down_ED is None:
-        return op.expert_mlp(*args, *rows)[0]
+        return op.expert_mlp(*args, *rows, op.wants_gradient(*args))[0]
     return expert_mlp_unfused(*args, rows, activation, bias_gate_up_EG, bias_down_ED)
-
-
-def _route_rows(x_TD: Tensor, expert_TK: Tensor, num_experts: int) -> RoutedRows:
-    if not runs_kernel(x_TD):
-        nothing = expert_TK.new_empty(0)
-        return RoutedRows(*group_rows(expert_TK, num_experts), nothing, nothing)
-    from moe_kernels.config import choose  # noqa: PLC0415 - of interest to kernels alone
-
-    block_n = choose("gate_up", x_TD, expert_TK.numel(), num_experts).block_n
-    groups, tiles = group_rows_and_tiles(expert_TK, num_experts, block_n)
-    return RoutedRows(*groups, *tiles)

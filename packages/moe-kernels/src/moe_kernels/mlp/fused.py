@@ -23,13 +23,13 @@ from moe_kernels.scratch import scratch
 
 
 def grouped_mlp(
-    x_RD: Tensor, w_gate_up_EGD: Tensor, w_down_EDF: Tensor, offsets_E1: Tensor
+    x_RD: Tensor, w_gate_up_EGD: Tensor, w_down_EDF: Tensor, offsets_E1: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the pre-activation."""
     R, E = x_RD.shape[0], w_down_EDF.shape[0]
     config = choose("gate_up", x_RD, R, E)
     tiles = tile_rows(offsets_E1, R, config.block_n)
-    h_RG, act_RF = gate_up_triton(x_RD, w_gate_up_EGD, offsets_E1, tiles, config)
+    h_RG, act_RF = gate_up_triton(x_RD, w_gate_up_EGD, offsets_E1, tiles, config, keep=keep)
     return grouped_mm_triton(act_RF, w_down_EDF, offsets_E1, tiles=tiles), h_RG
 
 
@@ -60,13 +60,14 @@ def expert_mlp(
     w_down_EDF: Tensor,
     weight_TK: Tensor,
     rows: RoutedRows,
+    keep: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the pre-activation."""
     offsets_E1, slot_of_row_N, row_of_slot_TK, *tiles = rows
     N, K = weight_TK.numel(), weight_TK.shape[1]
     tiles, config = Tiles(*tiles), choose("gate_up", x_TD, N, w_down_EDF.shape[0])
     h_NG, act_NF = gate_up_triton(
-        x_TD, w_gate_up_EGD, offsets_E1, tiles, config, slot_of_row_N, top_k=K
+        x_TD, w_gate_up_EGD, offsets_E1, tiles, config, slot_of_row_N, K, keep
     )
     rows_ND = scratch(x_TD, N, x_TD.shape[1])
     grouped_mm_triton(act_NF, w_down_EDF, offsets_E1, tiles=tiles, out_NF=rows_ND)

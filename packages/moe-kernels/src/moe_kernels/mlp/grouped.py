@@ -21,12 +21,12 @@ from moe_kernels.mlp.swiglu import swiglu, swiglu_grad
 
 
 def grouped_mlp(
-    x_RD: Tensor, w_gate_up_EGD: Tensor, w_down_EDF: Tensor, offsets_E1: Tensor
+    x_RD: Tensor, w_gate_up_EGD: Tensor, w_down_EDF: Tensor, offsets_E1: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the pre-activation."""
     h_RG = grouped_mm(x_RD, w_gate_up_EGD, offsets_E1)
     y_RD = grouped_mm(swiglu(h_RG).to(x_RD.dtype), w_down_EDF, offsets_E1)
-    return y_RD, h_RG
+    return y_RD, h_RG if keep else h_RG.new_empty(0, h_RG.shape[1])
 
 
 def grouped_mlp_backward(
@@ -68,10 +68,11 @@ def expert_mlp(
     w_down_EDF: Tensor,
     weight_TK: Tensor,
     rows: RoutedRows,
+    keep: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the pre-activation."""
     x_MD = gather(x_TD, tokens_of_rows(rows.slot_of_row_N, weight_TK.shape[1]))
-    y_MD, h_MG = grouped_mlp(x_MD, w_gate_up_EGD, w_down_EDF, rows.offsets_E1)
+    y_MD, h_MG = grouped_mlp(x_MD, w_gate_up_EGD, w_down_EDF, rows.offsets_E1, keep)
     row_TK = rows_of_slots(rows.row_of_slot_TK)
     return combine(y_MD, row_TK, weight_TK, weight_TK.dtype), h_MG[:-1].clone()
 

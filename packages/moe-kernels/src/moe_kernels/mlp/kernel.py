@@ -25,7 +25,7 @@ from moe_kernels.scratch import scratch
 
 @triton.jit
 def _store_strips(h_ptr, act_ptr, gate, up, start, size, row, f, F, STRIPS: tl.constexpr):
-    """Store the pre-activation of some columns, and their activation.
+    """Store the pre-activation of some columns, if it is wanted, and their activation.
 
     One strip of columns after the other, so that few values live at a time. Plain stores: three
     through the copy engine would wait for each other's shared memory.
@@ -42,9 +42,10 @@ def _store_strips(h_ptr, act_ptr, gate, up, start, size, row, f, F, STRIPS: tl.c
         n = (start + within).to(tl.int64)[:, None]
         column = (f + tl.arange(0, gate.shape[1]))[None, :]
         mask = (within < size)[:, None] & (column < F)
-        h_ptrs = h_ptr + n * 2 * F + column
-        tl.store(h_ptrs, gate.to(dtype), mask=mask)
-        tl.store(h_ptrs + F, up.to(dtype), mask=mask)
+        if h_ptr is not None:
+            h_ptrs = h_ptr + n * 2 * F + column
+            tl.store(h_ptrs, gate.to(dtype), mask=mask)
+            tl.store(h_ptrs + F, up.to(dtype), mask=mask)
         act = gate * tl.sigmoid(gate) * up
         tl.store(act_ptr + n * F + column, act.to(dtype), mask=mask)
 
@@ -101,6 +102,7 @@ def gate_up_triton(
     config: Config,
     slot_of_row_N: Tensor | None = None,
     top_k: int = 0,
+    keep: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Return the pre-activation ``h_NG`` and the activation ``act_NF``.
 
@@ -112,18 +114,19 @@ def gate_up_triton(
         config: Sizes of the tiles.
         slot_of_row_N: Route of each row, with ``top_k`` routes a token.
         top_k: K; 0 without a gather.
+        keep: Whether the pre-activation is wanted; if not, it has no rows.
     """
     x, w = aligned(x_TD), aligned(w_gate_up_EGD)
     _, G, D = w.shape
     F = G // 2
     N = x.shape[0] if slot_of_row_N is None else slot_of_row_N.shape[0]
-    h_NG, act_NF = scratch(x, N, G), scratch(x, N, F)
+    h_NG, act_NF = scratch(x, N if keep else 0, G), scratch(x, N, F)
     n, f, d = config.block_n, config.block_f, config.block_d
     programs = num_programs(x.device, config)
-    if h_NG.numel():
+    if act_NF.numel():
         _gate_up_kernel[(programs,)](
             x, None if top_k else windows(x, n, d), blocks(w.unflatten(1, (2, F)), 1, 2, f, d),
-            h_NG, act_NF, slot_of_row_N, offsets_E1, *tiles, N, D, F, x.stride(0),
+            h_NG if keep else None, act_NF, slot_of_row_N, offsets_E1, *tiles, N, D, F, x.stride(0),
             K=top_k, BLOCK_N=n, BLOCK_F=f, BLOCK_D=d, EVEN_D=D % d == 0,
             SUPER=config.super_n, PROGRAMS=programs, **config.launch,
         )  # fmt: skip

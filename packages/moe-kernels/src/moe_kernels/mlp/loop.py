@@ -15,16 +15,17 @@ from moe_kernels.mlp.swiglu import swiglu, swiglu_grad
 
 
 def grouped_mlp(
-    x_RD: Tensor, w_gate_up_EGD: Tensor, w_down_EDF: Tensor, offsets_E1: Tensor
+    x_RD: Tensor, w_gate_up_EGD: Tensor, w_down_EDF: Tensor, offsets_E1: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the pre-activation."""
     y_RD = x_RD.new_empty(x_RD.shape)
-    h_RG = x_RD.new_empty(x_RD.shape[0], w_gate_up_EGD.shape[1])
+    h_RG = x_RD.new_empty(x_RD.shape[0] if keep else 0, w_gate_up_EGD.shape[1])
     spans = read_spans(offsets_E1, x_RD.shape[0])
     for e, start, end in spans:
         if start == end:
             continue
-        h_NG = torch.mm(x_RD[start:end], w_gate_up_EGD[e].T, out=h_RG[start:end])
+        out = h_RG[start:end] if keep else None
+        h_NG = torch.mm(x_RD[start:end], w_gate_up_EGD[e].T, out=out)
         torch.mm(swiglu(h_NG), w_down_EDF[e].T, out=y_RD[start:end])
     y_RD[spans[-1].end :].zero_()
     h_RG[spans[-1].end :].zero_()
@@ -64,19 +65,20 @@ def expert_mlp(
     w_down_EDF: Tensor,
     weight_TK: Tensor,
     rows: RoutedRows,
+    keep: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the pre-activation, gathering each expert's tokens as it comes."""
     N = weight_TK.numel()
     token_M = tokens_of_rows(rows.slot_of_row_N, weight_TK.shape[1])
     y_MD = x_TD.new_empty(N + 1, x_TD.shape[1])
-    h_NG = x_TD.new_empty(N, w_gate_up_EGD.shape[1])
+    h_NG = x_TD.new_empty(N if keep else 0, w_gate_up_EGD.shape[1])
     spans = read_spans(rows.offsets_E1, N)
     for e, start, end in spans:
         if start == end:
             continue
         x_ND = x_TD.index_select(0, token_M[start:end])
-        torch.mm(x_ND, w_gate_up_EGD[e].T, out=h_NG[start:end])
-        torch.mm(swiglu(h_NG[start:end]), w_down_EDF[e].T, out=y_MD[start:end])
+        h_nG = torch.mm(x_ND, w_gate_up_EGD[e].T, out=h_NG[start:end] if keep else None)
+        torch.mm(swiglu(h_nG), w_down_EDF[e].T, out=y_MD[start:end])
     y_MD[spans[-1].end :].zero_()
     h_NG[spans[-1].end :].zero_()
     return combine(y_MD, rows_of_slots(rows.row_of_slot_TK), weight_TK, weight_TK.dtype), h_NG

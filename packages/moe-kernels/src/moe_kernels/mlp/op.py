@@ -1,7 +1,8 @@
 """The expert MLPs as torch operators: choice of implementation, and their gradients.
 
 An operator also returns what its backward needs and cannot recompute from the arguments: the
-pre-activation. Nothing else is kept; the activation is recomputed and the output not needed.
+pre-activation. Nothing else is kept; the activation is recomputed and the output not needed. With
+``keep`` false, when nothing asks for a gradient, not even that: it has no rows then.
 """
 
 from types import ModuleType
@@ -28,11 +29,11 @@ def _implementation(x: Tensor) -> ModuleType:
 
 @operator("grouped_mlp")
 def grouped_mlp(
-    x_RD: Tensor, w_gate_up_EGD: Tensor, w_down_EDF: Tensor, offsets_E1: Tensor
+    x_RD: Tensor, w_gate_up_EGD: Tensor, w_down_EDF: Tensor, offsets_E1: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the pre-activation."""
     run = _implementation(x_RD).grouped_mlp
-    return run(x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1)
+    return run(x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1, keep)
 
 
 @operator("grouped_mlp_backward")
@@ -60,10 +61,12 @@ def expert_mlp(
     row_of_slot_TK: Tensor,
     tile_map: Tensor,
     num_tiles: Tensor,
+    keep: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the pre-activation of N rows."""
     rows = RoutedRows(offsets_E1, slot_of_row_N, row_of_slot_TK, tile_map, num_tiles)
-    return _implementation(x_TD).expert_mlp(x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, rows)
+    run = _implementation(x_TD).expert_mlp
+    return run(x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, rows, keep)
 
 
 @operator("expert_mlp_backward")
@@ -87,9 +90,9 @@ def expert_mlp_backward(
 
 
 @torch.library.register_fake("moe_kernels::grouped_mlp")
-def _(x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1):
+def _(x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1, keep):
     del w_down_EDF, offsets_E1
-    h_RG = x_RD.new_empty(x_RD.shape[0], w_gate_up_EGD.shape[1])
+    h_RG = x_RD.new_empty(x_RD.shape[0] if keep else 0, w_gate_up_EGD.shape[1])
     return x_RD.new_empty(x_RD.shape), h_RG
 
 
@@ -100,9 +103,10 @@ def _(dy_RD, x_RD, w_gate_up_EGD, w_down_EDF, *_):
 
 
 @torch.library.register_fake("moe_kernels::expert_mlp")
-def _(x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, *_):
+def _(x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, *rest):
     del w_down_EDF
-    h_NG = x_TD.new_empty(weight_TK.numel(), w_gate_up_EGD.shape[1])
+    *_, keep = rest
+    h_NG = x_TD.new_empty(weight_TK.numel() if keep else 0, w_gate_up_EGD.shape[1])
     return x_TD.new_empty(x_TD.shape), h_NG
 
 
@@ -112,23 +116,25 @@ def _(dy_TD, x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, *_):
     return tuple(t.new_empty(t.shape) for t in (x_TD, w_gate_up_EGD, w_down_EDF, weight_TK))
 
 
-def _save(ctx, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    *tensors, keep = inputs
     _, h = output
     ctx.mark_non_differentiable(h)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs, h)
+    if keep:
+        ctx.save_for_backward(*tensors, h)
 
 
 def _grouped_mlp_autograd(ctx, dy_RD: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dy_RD is None:
-        return (None,) * 4
-    return *grouped_mlp_backward(dy_RD, *ctx.saved_tensors), None
+        return (None,) * 5
+    return *grouped_mlp_backward(dy_RD, *ctx.saved_tensors), None, None
 
 
 def _expert_mlp_autograd(ctx, dy_TD: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dy_TD is None:
-        return (None,) * 9
-    return *expert_mlp_backward(dy_TD, *ctx.saved_tensors), *(None,) * 5
+        return (None,) * 10
+    return *expert_mlp_backward(dy_TD, *ctx.saved_tensors), *(None,) * 6
 
 
 torch.library.register_autograd(
@@ -137,3 +143,8 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     "moe_kernels::expert_mlp", _expert_mlp_autograd, setup_context=_save
 )
+
+
+def wants_gradient(*tensors: Tensor) -> bool:
+    """Tell whether autograd will ask for a gradient of any of these."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

@@ -12,6 +12,8 @@ from torch.nn import functional as F
 
 from moe_kernels.backend import runs_kernel
 from moe_kernels.operator import operator
+from moe_kernels.routing.groups import group_rows
+from moe_kernels.routing.tiles import Tiles, group_rows_and_tiles
 
 
 class RoutedRows(NamedTuple):
@@ -70,6 +72,36 @@ def combine(y_MD: Tensor, row_TK: Tensor, weight_TK: Tensor | None, wide: torch.
             total_TD.addcmul_(y_TD, weight_TK[:, k, None])
     assert total_TD is not None, "the caller checks that K >= 1"
     return total_TD.to(y_MD.dtype)
+
+
+@operator("route_rows")
+def route_rows(
+    x_TD: Tensor, expert_TK: Tensor, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the fields of ``RoutedRows``; ``x_TD`` says what will run, and so if tiles matter."""
+    if not runs_kernel(x_TD):
+        tiles = Tiles(*(x_TD.new_empty(0, dtype=torch.int32) for _ in range(2)))
+        return *group_rows(expert_TK, num_experts), *tiles
+    groups, tiles = group_rows_and_tiles(
+        expert_TK, num_experts, _block_n(x_TD, expert_TK, num_experts)
+    )
+    return *groups, *tiles
+
+
+def _block_n(x_TD: Tensor, expert_TK: Tensor, num_experts: int) -> int:
+    from moe_kernels.config import choose  # noqa: PLC0415 - of interest to kernels alone
+
+    return choose("gate_up", x_TD, expert_TK.numel(), num_experts).block_n
+
+
+@torch.library.register_fake("moe_kernels::route_rows")
+def _(x_TD, expert_TK, num_experts):
+    length, count = 0, 0
+    if runs_kernel(x_TD):
+        length = expert_TK.numel() // _block_n(x_TD, expert_TK, num_experts) + num_experts
+        count = 1
+    sizes = ((num_experts + 1,), (expert_TK.numel(),), expert_TK.shape, (length,), (count,))
+    return tuple(x_TD.new_empty(size, dtype=torch.int32) for size in sizes)
 
 
 @operator("expand_rows")
