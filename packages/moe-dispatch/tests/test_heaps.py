@@ -59,20 +59,22 @@ def test_threads_see_what_peers_store() -> None:
         assert seen == [10 * (source + 1) + rank for source in range(3)]
 
 
-def open_and_close(group: dist.ProcessGroup, times: int) -> tuple[set[str], int]:
-    """Open several at a time, again and again; return what is left in shared memory."""
-    mapped = len(mappings())
+def open_and_close(group: dist.ProcessGroup, times: int) -> tuple[set[str], int, int]:
+    """Open several at a time, again and again.
+
+    Returns:
+        Names of this process's heaps that are still there, how many there were, and mappings.
+    """
+    before, names = len(mappings()), set()
     for turn in range(times):
         heaps = [HostHeap(GroupMeeting(group), 4096 + 64 * turn) for _ in range(3)]
-        left = {path.name for path in Path("/dev/shm").glob("moe-dispatch-*")}
+        names |= {line.split()[5] for line in mappings()}
         for heap in heaps:
             heap.local.fill_(7)
             heap.close()
         del heaps, heap
     dist.barrier(group)
-    return left & {path.name for path in Path("/dev/shm").glob("moe-dispatch-*")}, (
-        len(mappings()) - mapped
-    )
+    return {name for name in names if Path(name).exists()}, len(names), len(mappings()) - before
 
 
 def mappings() -> list[str]:
@@ -81,8 +83,9 @@ def mappings() -> list[str]:
 
 
 def test_heaps_leave_nothing_behind(pool: RankPool) -> None:
-    for left, mapped in pool.run(open_and_close, 2, 10):
+    for left, names, mapped in pool.run(open_and_close, 2, 10):
         assert not left
+        assert names == 10 * 3 * 2
         assert mapped == 0
 
 

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from moe_dispatch import LocalDispatcher
-from moe_dispatch.rowwise import Channel, RowwiseDispatcher
+from moe_dispatch.rowwise import Channel, RowwiseDispatcher, warm_up
+from moe_dispatch.rowwise import channel as channel_module
 from moe_dispatch.testing import (
     DispatchCase,
     Trip,
@@ -79,6 +80,7 @@ def gathered(case: DispatchCase) -> Trip:
     return travel(LocalDispatcher(case.num_experts), one)
 
 
+@example(DispatchCase(2, 2, 4, (3, 2), hot_experts=4, dtype="bfloat16"), "pull")
 @given(
     case=dispatch_cases(max_world_size=3, max_tokens=2), combine=st.sampled_from(["pull", "push"])
 )
@@ -272,3 +274,29 @@ def test_a_layer_takes_the_launches_that_the_docs_state(
     plan = plan_for(case)
     args = (world_size, plan.heap_bytes, plan, case)
     assert run_on_threads(count_launches, *args) == [launches] * world_size
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, run: Any) -> set[tuple[str, str]]:
+    """Return the kernels that a call launches, with their compile-time arguments."""
+    found, launch = set(), channel_module.interpreted_in_turn
+
+    def noting(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
+        found.add((kernel.fn.__name__, str(sorted(options.items()))))
+        launch(kernel, grid, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(channel_module, "interpreted_in_turn", noting)
+        run()
+    return found
+
+
+@pytest.mark.parametrize("options", [*VARIANTS, {"wire": "mxfp8"}])
+@pytest.mark.parametrize("tokens_W", [(2,), (2, 0)])
+def test_warming_up_compiles_every_kernel_of_an_exchange(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], tokens_W: tuple[int, ...]
+) -> None:
+    case = DispatchCase(2, 2, 32, tokens_W, hot_experts=2, dtype="float32")
+    plan = plan_for(case, **options)
+    warm = launched(monkeypatch, lambda: warm_up(plan, "cpu"))
+    real = launched(monkeypatch, lambda: travel_on_threads(case, **options))
+    assert real <= warm, real - warm

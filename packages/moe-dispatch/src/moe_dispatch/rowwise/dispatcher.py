@@ -56,8 +56,8 @@ class RowwiseDispatcher:
     third dispatch. Backward runs on every rank if gradients are on, whether tokens need them or
     not.
 
-    Call ``warm_up(plan, device)`` on a GPU before the first exchange: a rank that compiles keeps the
-    others waiting.
+    Call ``warm_up(plan, device)`` on a GPU before the first exchange: a rank that compiles keeps
+    the others waiting.
 
     Several layers share one dispatcher, and its memory; ``named`` gives each a name for errors.
     All calls of one rank go to one stream.

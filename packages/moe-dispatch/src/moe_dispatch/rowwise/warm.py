@@ -5,7 +5,7 @@ loading a kernel can have to wait for kernels that run, among them those that wa
 """
 
 import torch
-from moe_kernels import Routing
+from moe_kernels import Routing, group_rows
 from torch import Tensor
 
 from moe_dispatch.plan import RowPlan
@@ -49,6 +49,11 @@ def warm_up(plan: RowPlan, device: str | torch.device, num_tokens: int | None = 
         num_tokens: T of the exchange; ``plan.max_tokens`` if None.
     """
     T = plan.max_tokens if num_tokens is None else num_tokens
+    # Triton compiles a kernel anew for a size that is 1 or a multiple of 16, so a rank with another
+    # number of tokens could still come upon a kernel that is not there.
+    for shape in ((0, 1), (1, 1), (16, 1), (17, 1), (max(T - 1, 0), plan.top_k)):
+        ids_TK = torch.zeros(shape, dtype=torch.int32, device=device)
+        group_rows(ids_TK, plan.num_experts)
     channel = Channel(plan, Loop(plan, torch.device(device)))
     channel.views["signals"].fill_(LONG_AGO)
     dispatcher = RowwiseDispatcher.on(channel, "warm-up")

@@ -157,8 +157,8 @@ FAULTS = [
     ),
     Fault(
         "the last block of a row is not sent", "carry",
-        "tl.store(target + n, row, mask=n < width)",
-        "tl.store(target + n, row, mask=n < width - 1)",
+        "tl.store(target + n, row, mask=n < width, cache_modifier=CACHE)",
+        "tl.store(target + n, row, mask=n < width - 1, cache_modifier=CACHE)",
     ),
     Fault(
         "a token stands for rows of another rank", "carry",
