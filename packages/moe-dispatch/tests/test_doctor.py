@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 from moe_dispatch.cli import main
-from moe_dispatch.doctor import check_versions, device_part, host_part, probe, versions
+from moe_dispatch.doctor import (
+    check_versions,
+    device_part,
+    host_part,
+    probe,
+    report,
+    versions,
+)
 
 
 def make_nvshmem(root: Path, host: str, device: str, names: tuple[str, ...]) -> None:
@@ -37,7 +44,9 @@ def test_halves_of_different_versions_are_refused_by_name(
     said = str(error.value)
     assert f"host library is 3.6.5 ({tmp_path}/lib/libnvshmem_host.so.3; NVSHMEM_HOME)" in said
     assert f"bitcode is 3.4.5 ({tmp_path}/lib/libnvshmem_device.bc; NVSHMEM_HOME)" in said
+    monkeypatch.setattr(report, "probe", lambda kind: probe.Found(True, f"{kind} was not tried"))
     assert main(["doctor"]) == 1
+    assert report.examine().heaps["nvshmem"] == (False, said)
 
 
 @pytest.mark.usefixtures("not_loaded")

@@ -304,7 +304,7 @@ def test_with_dedup_at_most_seven_tenths_of_the_bytes_are_on_the_wire() -> None:
 def in_any_order(heap: Any, plan: RowPlan, case: DispatchCase, seed: int) -> Trip:
     chance = random.Random(seed * 100 + heap.rank)
     with Channel(plan, heap, deadline=60) as channel:
-        channel.pace = lambda *_: time.sleep(chance.random() * 1e-3)
+        channel.pace = lambda *_: time.sleep(chance.random() * 4e-4)
         return travel(RowwiseDispatcher.on(channel), case)
 
 
