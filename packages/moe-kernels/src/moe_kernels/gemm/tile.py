@@ -53,7 +53,8 @@ def blocks(x: Tensor, *block: int) -> TensorDescriptor:
 
 @triton.jit
 def _coordinates(start, size, row):
-    window: tl.constexpr = 1 << 30  # WINDOW, which a kernel cannot read
+    # WINDOW, which a kernel cannot read.
+    window: tl.constexpr = 1 << 30  # pyrefly: ignore[bad-assignment]
     return window, start + size, window - size + row
 
 

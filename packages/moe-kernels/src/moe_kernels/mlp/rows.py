@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from moe_kernels.backend import runs_kernel
 from moe_kernels.operator import operator
 from moe_kernels.routing.groups import group_rows
-from moe_kernels.routing.tiles import Tiles, group_rows_and_tiles
+from moe_kernels.routing.tiles import group_rows_and_tiles
 
 
 class RoutedRows(NamedTuple):
@@ -80,12 +80,11 @@ def route_rows(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the fields of ``RoutedRows``; ``x_TD`` says what will run, and so if tiles matter."""
     if not runs_kernel(x_TD):
-        tiles = Tiles(*(x_TD.new_empty(0, dtype=torch.int32) for _ in range(2)))
-        return *group_rows(expert_TK, num_experts), *tiles
-    groups, tiles = group_rows_and_tiles(
-        expert_TK, num_experts, _block_n(x_TD, expert_TK, num_experts)
-    )
-    return *groups, *tiles
+        none, zero = (x_TD.new_empty(0, dtype=torch.int32) for _ in range(2))
+        return RoutedRows(*group_rows(expert_TK, num_experts), none, zero)
+    block_n = _block_n(x_TD, expert_TK, num_experts)
+    groups, tiles = group_rows_and_tiles(expert_TK, num_experts, block_n)
+    return RoutedRows(*groups, *tiles)
 
 
 def _block_n(x_TD: Tensor, expert_TK: Tensor, num_experts: int) -> int:
