@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from dispatch_common import milliseconds
 from moe_dispatch import LocalDispatcher, RowPlan, apply_experts, open_heap
-from moe_dispatch.rowwise import RowwiseDispatcher
+from moe_dispatch.rowwise import RowwiseDispatcher, launch
 from moe_dispatch.rowwise import functions as f
 from moe_dispatch.rowwise.channel import Channel
 from moe_dispatch.rowwise.warm import LONG_AGO, Loop
@@ -135,11 +135,11 @@ def kernels_beside_copy(T: int, D: int, K: int, E: int) -> list[dict[str, Any]]:
     y_RD, out_TD = torch.empty_like(x_RD), torch.empty_like(x_TD)
     many, few = x_RD.nbytes, x_TD.nbytes
     peak = 2 * many / milliseconds(lambda: y_RD.copy_(x_RD)) / 1e6
-    put = partial(f._put, channel, x_TD, slots, weight_TK, x_RD, arrived.weight_R)
-    pull = partial(f._pull, channel, x_RD, None, slots, weight_TK, out_TD, None)
-    take = partial(f._take, channel, y_RD, arrived.weight_R, slots)
-    give = partial(f._give, channel, x_RD, None, slots)
-    default, rows = f.MAX_BLOCK, []
+    put = partial(launch.put, channel, x_TD, slots, weight_TK, x_RD, arrived.weight_R)
+    pull = partial(launch.pull, channel, x_RD, None, slots, weight_TK, out_TD, None)
+    take = partial(launch.take, channel, y_RD, arrived.weight_R, slots)
+    give = partial(launch.give, channel, x_RD, None, slots)
+    default, rows = launch.MAX_BLOCK, []
     for name, moved, call, blocks in (
         ("put", few + many, put, BLOCKS),
         ("pull", few + many, pull, BLOCKS),
@@ -147,9 +147,9 @@ def kernels_beside_copy(T: int, D: int, K: int, E: int) -> list[dict[str, Any]]:
         ("give", 2 * many, give, (default,)),
     ):
         for block in blocks:
-            f.MAX_BLOCK = block
+            launch.MAX_BLOCK = block
             ms = milliseconds(call)
-            f.MAX_BLOCK = default
+            launch.MAX_BLOCK = default
             rows.append(
                 {
                     "what": name, "T": T, "D": D, "K": K, "block": block,
@@ -223,7 +223,7 @@ def over(times: list[float], base: list[float]) -> float:
 def tune(_: argparse.Namespace) -> list[dict[str, Any]]:
     """Try cache hints and warps of the two kernels that the link waits for."""
     rows = []
-    kept = f.PUT_TUNING, f.PULL_WARPS
+    kept = launch.PUT_TUNING, launch.PULL_WARPS
     for T, D in ((8192, 2048), (4096, 7168)):
         plan = RowPlan(world_size=1, num_experts=64, max_tokens=T, top_k=8, dim=D)
         channel = Alone(plan, open_heap(plan.heap_bytes, device="cuda"))
@@ -232,19 +232,19 @@ def tune(_: argparse.Namespace) -> list[dict[str, Any]]:
         slots = f.meet(channel, routing.expert_TK)
         x_RD, arrived = f.send_tokens(channel, x_TD, weight_TK, slots)
         out_TD = torch.empty_like(x_TD)
-        put = partial(f._put, channel, x_TD, slots, weight_TK, x_RD, arrived.weight_R)
-        pull = partial(f._pull, channel, x_RD, None, slots, weight_TK, out_TD, None)
+        put = partial(launch.put, channel, x_TD, slots, weight_TK, x_RD, arrived.weight_R)
+        pull = partial(launch.pull, channel, x_RD, None, slots, weight_TK, out_TD, None)
         filled = 1e-6 * x_RD.nbytes / milliseconds(lambda x=x_RD: x.fill_(0))
         rate = (x_RD.nbytes + x_TD.nbytes) / 1e6
         for warps in (1, 2, 4, 8):
             row: dict[str, Any] = {"D": D, "warps": warps, "fill_GB_s": round(filled)}
             for cache in ("", ".cs", ".cg", ".wt"):
-                f.PUT_TUNING = (cache, warps)
+                launch.PUT_TUNING = (cache, warps)
                 row[f"put{cache}"] = round(rate / milliseconds(put))
-            f.PULL_WARPS = warps
+            launch.PULL_WARPS = warps
             row["pull"] = round(rate / milliseconds(pull))
             rows.append(row)
-        f.PUT_TUNING, f.PULL_WARPS = kept
+        launch.PUT_TUNING, launch.PULL_WARPS = kept
         channel.close()
     return rows
 

@@ -33,7 +33,7 @@ from moe_dispatch import (
 )
 from moe_dispatch.heaps import stop_nvshmem
 from moe_dispatch.heaps.cuda_peer import as_tensor
-from moe_dispatch.rowwise import Channel, RowwiseDispatcher, warm_up
+from moe_dispatch.rowwise import Channel, RowwiseDispatcher, launch, warm_up
 from moe_dispatch.rowwise import functions as f
 from moe_dispatch.testing import DispatchCase, Trip, plan_for, travel
 from moe_kernels import Routing, dequantize, expert_mlp, quantize
@@ -192,8 +192,8 @@ def one_exchange(
         channel.check()
         crossing = int((slots.to_TK == 1 - here.rank).sum()) * D * 2
         out_TD = torch.empty_like(x_TD)
-        put = partial(f._put, channel, x_TD, slots, weight_TK, x_RD, arrived.weight_R)
-        pull = partial(f._pull, channel, x_RD, None, slots, weight_TK, out_TD, None)
+        put = partial(launch.put, channel, x_TD, slots, weight_TK, x_RD, arrived.weight_R)
+        pull = partial(launch.pull, channel, x_RD, None, slots, weight_TK, out_TD, None)
         times = {}
         for name, call in (("put", put), ("pull", pull)):
             here.together()

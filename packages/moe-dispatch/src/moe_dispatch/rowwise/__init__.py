@@ -1,8 +1,8 @@
 """The row-wise exchange over symmetric memory.
 
 Read ``protocol.py`` (who waits for whom), ``agree/kernel.py`` and ``carry/kernel.py`` (how),
-``plan.py`` (sizes), ``channel.py`` (what runs the steps), ``functions.py`` (the exchanges) and
-``dispatcher.py`` (the same with gradients).
+``slots.py`` (places), ``channel.py`` (what runs the steps), ``launch.py`` (each step),
+``functions.py`` (the exchanges) and ``dispatcher.py`` (the same with gradients).
 """
 
 from moe_dispatch.plan import Memory, RowPlan
