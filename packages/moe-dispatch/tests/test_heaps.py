@@ -65,16 +65,20 @@ def open_and_close(group: dist.ProcessGroup, times: int) -> tuple[set[str], int,
     Returns:
         Names of this process's heaps that are still there, how many there were, and mappings.
     """
-    before, names = len(mappings()), set()
+    before, names = mappings(), set()
     for turn in range(times):
         heaps = [HostHeap(GroupMeeting(group), 4096 + 64 * turn) for _ in range(3)]
-        names |= {line.split()[5] for line in mappings()}
+        names |= {line.split()[5] for line in mappings() if line not in before}
         for heap in heaps:
             heap.local.fill_(7)
             heap.close()
         del heaps, heap
     dist.barrier(group)
-    return {name for name in names if Path(name).exists()}, len(names), len(mappings()) - before
+    return (
+        {name for name in names if Path(name).exists()},
+        len(names),
+        len(mappings()) - len(before),
+    )
 
 
 def mappings() -> list[str]:
