@@ -239,3 +239,71 @@ def test_a_choice_is_made_once_even_if_it_would_come_out_otherwise() -> None:
     recompute(part, x, then=torch.exp).backward()
     assert made.count("chosen") == 1
     assert x.grad.nonzero().flatten().tolist() == [1]
+
+
+def accumulates_in_place(x):
+    y = recompute(torch.sin, x)
+    x += y
+    return x
+
+
+def writes_to_its_input(x):
+    return recompute(lambda v: v.mul_(2).sin(), x)
+
+
+def writes_to_what_it_replays(x):
+    def part(v):
+        weight = replayed(lambda: torch.ones(3))
+        return v * weight.mul_(2)
+
+    return recompute(part, x)
+
+
+def writes_to_a_parameter(x):
+    weight = nn.Parameter(torch.ones(3))
+    y = recompute(lambda v: v * weight, x)
+    with torch.no_grad():
+        weight.add_(1)
+    return y
+
+
+def writes_to_what_follows_keeps(x):
+    kept = torch.ones(3)
+    y = recompute(torch.exp, x, then=lambda h: h * kept)
+    kept.add_(1)
+    return y
+
+
+def writes_to_what_a_choice_keeps(x):
+    kept = torch.ones(3)
+    y = recompute(lambda v: replayed(lambda: v * kept), x)
+    kept.add_(1)
+    return y
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        accumulates_in_place,
+        writes_to_its_input,
+        writes_to_what_it_replays,
+        writes_to_a_parameter,
+        writes_to_what_follows_keeps,
+        writes_to_what_a_choice_keeps,
+    ],
+)
+def test_what_was_changed_in_place_meanwhile_is_refused_as_autograd_does(function) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(RecomputeError, match="was changed in place"):
+        function(x * 1.0).sum().backward()
+
+
+def test_what_follows_may_write_to_the_output_in_place() -> None:
+    for then in (lambda h: h.mul_(3).sin(), lambda h: h.relu_() * h):
+        grads = []
+        for again in (False, True):
+            x = torch.tensor([1.0, -1.0, 2.0], requires_grad=True)
+            y = recompute(torch.cumsum, x, 0, then=then) if again else then(torch.cumsum(x, 0))
+            y.sum().backward()
+            grads.append(x.grad)
+        assert torch.equal(*grads)

@@ -47,7 +47,8 @@ def recompute(
         What ``part`` returns, or what ``then`` returns if it is given.
 
     Raises:
-        RecomputeError: In backward, if ``part`` saves other tensors the second time.
+        RecomputeError: In backward, if ``part`` saves other tensors the second time, or if an
+            input, a parameter that it saves, or a replayed value was changed in place meanwhile.
 
     Examples:
         >>> x = torch.ones(2, requires_grad=True)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +27,26 @@ class RecomputeError(RuntimeError):
 
 
 class _Form(NamedTuple):
+    """What a saved tensor looked like in the first run.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        address: Where its memory began. A parameter is at the same place in the second run.
+        version: How often it had been written to in place.
+    """
+
     shape: torch.Size
     dtype: torch.dtype
+    address: int
+    version: int
+
+
+class _Guarded(NamedTuple):
+    """A tensor that is kept, and how often it had been written to in place until then."""
+
+    tensor: Tensor
+    version: int
 
 
 class _OutputPlace(NamedTuple):
@@ -59,7 +78,7 @@ class Region:
         self._forms: list[_Form] = []
         self._values: dict[int, Tensor] = {}
         self._outputs: list[Tensor] | None = None
-        self._storages: dict[int, int] = {}
+        self._storages: dict[int, tuple[int, int]] = {}
         self._num_places = 0
         self._replay: list[Any] = []
         self._position: int | None = None  # in the replay; None in the first run
@@ -86,17 +105,21 @@ class Region:
         """Run what uses the outputs; of these it keeps their place instead of the values."""
         for index, output in enumerate(tree_leaves(outputs)):
             if isinstance(output, Tensor) and output.numel():
-                self._storages.setdefault(output.untyped_storage().data_ptr(), index)
+                found = index, _version(output)
+                self._storages.setdefault(output.untyped_storage().data_ptr(), found)
         with _set(_consuming, self), saved_tensors_hooks(self.place_of, value_at):
             result = consumer(*outputs) if isinstance(outputs, tuple) else consumer(outputs)
         self._storages.clear()  # the memory will be used for something else
         return result
 
     def place_of(self, tensor: Tensor) -> Any:
-        """Return the place of a tensor in the outputs, or the tensor itself if it is elsewhere."""
-        index = self._storages.get(tensor.untyped_storage().data_ptr())
-        if index is None or not tensor.numel():
-            return tensor
+        """Return the place of a tensor in the outputs, or the tensor itself if it is elsewhere.
+
+        What the consumer has written to in place is not what the part computes, so it is kept.
+        """
+        index, version = self._storages.get(tensor.untyped_storage().data_ptr(), (None, 0))
+        if index is None or not tensor.numel() or version != _version(tensor):
+            return _Guarded(tensor, _version(tensor))
         self._num_places += 1
         offset = int(tensor.storage_offset())
         return _OutputPlace(self, index, tensor.size(), tensor.stride(), offset)
@@ -116,10 +139,10 @@ class Region:
         """Compute and keep a value in the first run, return it in the second."""
         if self._position is None:
             # What autograd saves in here is kept, so that nothing of it need be computed again.
-            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            with saved_tensors_hooks(lambda tensor: _Guarded(tensor, _version(tensor)), value_at):
                 value = compute()
             # What follows draws the numbers that it drew, though compute will draw none.
-            self._replay.append((tree_map(_detached, value), _random_state(self._cuda)))
+            self._replay.append((tree_map(_keep_alone, value), _random_state(self._cuda)))
             return value
         if self._position == len(self._replay):
             raise RecomputeError(
@@ -129,10 +152,11 @@ class Region:
         value, random_state = self._replay[self._position]
         self._position += 1
         _set_random_state(random_state)
-        return value
+        return tree_map(partial(_unkeep, f"a value that {_name(self._part)} replays"), value)
 
     def _number(self, tensor: Tensor) -> int:
-        self._forms.append(_Form(tensor.shape, tensor.dtype))
+        address = tensor.untyped_storage().data_ptr()
+        self._forms.append(_Form(tensor.shape, tensor.dtype, address, _version(tensor)))
         return len(self._forms) - 1
 
     def _value(self, number: int) -> Tensor:
@@ -151,7 +175,8 @@ class Region:
                 raise _EndOfRecomputation
 
         with self._as_before(), saved_tensors_hooks(collect, _refuse):
-            args, kwargs = tree_map(_unkeep, self._inputs)
+            what = f"an input of {_name(self._part)}"
+            args, kwargs = tree_map(partial(_unkeep, what), self._inputs)
             outputs = None
             with suppress(_EndOfRecomputation):
                 outputs = self._part(*args, **kwargs)
@@ -183,12 +208,15 @@ class Region:
                 f"{len(self._forms)} before: {_HINT}"
             )
         before = self._forms[number]
-        if (tensor.shape, tensor.dtype) != before:
+        if (tensor.shape, tensor.dtype) != (before.shape, before.dtype):
             raise RecomputeError(
                 f"saved tensor {number} of {_name(self._part)} was "
                 f"{tuple(before.shape)} {before.dtype}, computed again it is "
                 f"{tuple(tensor.shape)} {tensor.dtype}: {_HINT}"
             )
+        if tensor.untyped_storage().data_ptr() == before.address:
+            what = f"saved tensor {number} of {_name(self._part)}, {tuple(tensor.shape)},"
+            _check_version(what, tensor, before.version)
 
 
 _HINT = "a choice that may come out otherwise belongs in replayed()"
@@ -201,7 +229,23 @@ def current_region() -> Region | None:
 
 def value_at(place: Any) -> Tensor:
     """Return the tensor that ``place_of`` was given."""
-    return place.region.output_at(place) if isinstance(place, _OutputPlace) else place
+    if isinstance(place, _OutputPlace):
+        return place.region.output_at(place)
+    _check_version("a tensor that is kept for backward", place.tensor, place.version)
+    return place.tensor
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _check_version(what: str, tensor: Tensor, version: int) -> None:
+    """Do what autograd does for the tensors that it keeps without hooks."""
+    if _version(tensor) != version:
+        raise RecomputeError(
+            f"{what} was changed in place before it was computed again: it is at version "
+            f"{_version(tensor)}, expected version {version}. Write the change out of place"
+        )
 
 
 def _random_state(devices: list[int]) -> _RandomState:
@@ -239,33 +283,38 @@ def _detached(value: Any) -> Any:
     )
 
 
-class _KeptInput(NamedTuple):
-    """An input of a region: a tensor, or its place in the outputs of the one before."""
+class _Leaf:
+    """A tensor that is kept, hidden from the functions that look into tuples.
 
-    value: Any
-    requires_grad: bool
+    Attributes:
+        kept: The tensor with its version, or its place in the outputs of the region before.
+        requires_grad: Whether it needs a gradient.
+    """
+
+    def __init__(self, kept: "_Guarded | _OutputPlace", *, requires_grad: bool):
+        self.kept, self.requires_grad = kept, requires_grad
 
 
 def _keep(value: Any) -> Any:
+    outer = _consuming.get()
+    if outer is None or not isinstance(value, Tensor):
+        return _keep_alone(value)
+    return _Leaf(outer.place_of(value.detach()), requires_grad=value.requires_grad)
+
+
+def _keep_alone(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    outer = _consuming.get()
-    kept = value.detach() if outer is None else outer.place_of(value.detach())
-    return _Leaf(_KeptInput(kept, value.requires_grad))
+    kept = _Guarded(value.detach(), _version(value))
+    return _Leaf(kept, requires_grad=value.requires_grad)
 
 
-class _Leaf:
-    """Hides a tuple from the functions that look into tuples."""
-
-    def __init__(self, kept: _KeptInput):
-        self.kept = kept
-
-
-def _unkeep(value: Any) -> Any:
+def _unkeep(what: str, value: Any) -> Any:
     if not isinstance(value, _Leaf):
         return value
-    tensor = value_at(value.kept.value)
-    return tensor.detach().requires_grad_(value.kept.requires_grad)
+    if isinstance(value.kept, _Guarded):
+        _check_version(what, *value.kept)
+    return value_at(value.kept).detach().requires_grad_(value.requires_grad)
 
 
 def _refuse(_: Any) -> Tensor:
