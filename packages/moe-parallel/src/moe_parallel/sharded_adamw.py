@@ -286,6 +286,9 @@ class ShardedAdamW:
         """
         for bucket in self._trained:
             bucket.zero_grad()
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                parameter.grad = None  # of a backward that nobody accumulated
         self._launcher.restart()
         if self._blocks is not None:
             self._blocks.restart()
