@@ -13,7 +13,8 @@ class SplitLinear(nn.Linear):
     """``nn.Linear``, except that its weight gradient goes to the weight's ``dw_sink`` if any.
 
     Backward reads x, dy and the weight, 2*N*D*F FLOPs for each of the two gradients; those of the
-    weight can wait, which is what a zero-bubble schedule fills its gaps with.
+    weight can wait, which is what a zero-bubble schedule fills its gaps with. Under autocast it
+    computes what ``nn.Linear`` does.
     """
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name that nn.Linear has
@@ -40,8 +41,9 @@ def split_linears(module: nn.Module) -> nn.Module:
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_FD: Tensor, bias_F: Tensor | None, sink: Any) -> Tensor:
-        ctx.save_for_backward(x, weight_FD)
-        ctx.sink = sink
+        ctx.sink, ctx.dtype = sink, _product_dtype(x, weight_FD)
+        # Autocast keeps a cast copy of the weight for backward; here backward casts again.
+        ctx.save_for_backward(x.to(ctx.dtype or x.dtype), weight_FD)
         return nn.functional.linear(x, weight_FD, bias_F)
 
     @staticmethod
@@ -50,13 +52,22 @@ class _Linear(Function):
         x, weight_FD = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         x_ND, dy_NF = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        dx = (dy_NF @ weight_FD).view_as(x) if needs_x else None
+        # Under autocast these are of its dtype; autograd brings them to those of the inputs.
+        dx = (dy_NF @ weight_FD.to(ctx.dtype or weight_FD.dtype)).view_as(x) if needs_x else None
         dw_FD = None
         if needs_weight and ctx.sink is None:
             dw_FD = dy_NF.T @ x_ND
         elif needs_weight:
             ctx.sink(_weight_gradient(x_ND, dy_NF))
         return dx, dw_FD, dy_NF.sum(0) if needs_bias else None, None
+
+
+def _product_dtype(x: Tensor, weight_FD: Tensor) -> torch.dtype | None:
+    """Return what autocast casts the factors to; None if it leaves them alone."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or torch.float64 in (x.dtype, weight_FD.dtype):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def _weight_gradient(x_ND: Tensor, dy_NF: Tensor) -> WeightGradient:
