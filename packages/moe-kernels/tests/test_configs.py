@@ -1,12 +1,14 @@
 """The tables of sizes: each entry computes the right thing, and a wrong table does not load."""
 
 import logging
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from moe_kernels import config as table
+from moe_kernels.backend import interpreted
 from moe_kernels.config import (
     ARCHITECTURES,
     Config,
@@ -111,6 +113,8 @@ def test_a_table_that_lacks_or_misnames_something_is_refused(tmp_path: Path) -> 
         ("num_stages = 3", "stages = 3", r"\[forward.half.few\]: .*stages"),
         ("halves = false", "halves = 1", r"halves must be true or false, got 1"),
         ("block_d = 64", "block_d = 8", r"blocks must be 16 or more, .* block_d=8"),
+        ("num_warps = 4", "num_warps = 64", "num_warps must be at most 32, got 64"),
+        ("[forward.half.few]", "forward.x = 3\n[y.half.few]", r"missing: \['forward.half.few'\]"),
         ("block_n = 64", "block_n = 32", r"half.few: .* must be the same, got {'forward': 32"),
     ):
         assert old in good
@@ -158,6 +162,13 @@ def test_few_rows_an_expert_choose_low_tiles(monkeypatch) -> None:
 
     for rows, regime in ((96 * 8 - 1, "few"), (96 * 8, "many")):
         assert table.choose("forward", Rows(), rows, 8).block_n == sizes[regime]
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
+def test_offsets_past_the_rows_list_no_more_tiles_than_the_map_holds(kernel) -> None:
+    with interpreted() if kernel else nullcontext():
+        tiles = tile_rows(torch.tensor([0, 100]).int(), 8, 4)
+    assert int(tiles.num_tiles) == len(tiles.tile_map) == 3
 
 
 def test_tiles_of_a_layer_and_of_offsets_are_the_same() -> None:

@@ -168,6 +168,7 @@ def test_a_masked_route_adds_nothing_even_beside_infinite_rows(dtype, kernel) ->
     x_TD[0] = torch.inf  # token 0 owns row 0 and its output is not finite
     expert_TK = torch.tensor([[0, 1], [-1, 1], [-1, -1]], dtype=torch.int32)
     weight_TK = torch.ones(3, 2)
+    weight_TK[1, 0], weight_TK[2] = torch.nan, torch.inf  # what a masked route's weight is, is moot
     weights = weights_of(2, 16, 16, 1, dtype)
     dy_TD = torch.ones(3, 16, dtype=dtype)
     y_TD, dx_TD, _, _, dweight_TK = gradients(
@@ -212,6 +213,47 @@ def test_what_is_saved_for_backward_has_no_gathered_rows_and_no_activation(dtype
 
 
 @IMPLEMENTATIONS
+def test_frozen_experts_cost_no_weight_gradients_and_change_no_other(dtype, kernel) -> None:
+    routing = routed(7, 3, 2, dtype)
+    floats = (randn(7, 32, seed=1, dtype=dtype), *weights_of(3, 32, 16, 2, dtype), routing[0])
+    dy_TD = randn(7, 32, seed=5, dtype=dtype)
+    y, dx, _, _, dweight = gradients(expert_mlp, *floats, routing[1], dy_TD, kernel=kernel)
+    x_TD, weight_TK = (floats[i].detach().clone().requires_grad_() for i in (0, 3))
+    with interpreted() if kernel else nullcontext():
+        got = expert_mlp(x_TD, *floats[1:3], weight_TK, routing[1])
+        grads = torch.autograd.grad(got, (x_TD, weight_TK), dy_TD)
+    for a, b in zip((got, *grads), (y, dx, dweight), strict=True):
+        assert torch.equal(a, b)
+    leaf = floats[1].requires_grad_()
+    flat = [t for part in group_rows_and_tiles(routing[1], 3, 32) for t in part]
+    backward = torch.ops.moe_kernels.expert_mlp_backward
+    with interpreted() if kernel else nullcontext(), torch.no_grad():
+        h_NG = randn(14, 32, seed=6, dtype=dtype)
+        _, *dw, _ = backward(dy_TD, *floats[:1], leaf, *floats[2:], *flat, h_NG, False)
+    assert [w.numel() for w in dw] == [0, 0]
+
+
+@IMPLEMENTATIONS
+def test_a_gradient_of_a_gradient_is_an_error_and_never_silently_missing(dtype, kernel) -> None:
+    routing = routed(5, 3, 2, dtype)
+    floats = (randn(5, 16, seed=1, dtype=dtype), *weights_of(3, 16, 16, 2, dtype), routing[0])
+    leaves = [t.detach().clone().requires_grad_() for t in floats]
+    with interpreted() if kernel else nullcontext():
+        y_TD = expert_mlp(*leaves, routing[1])
+        (dx_TD,) = torch.autograd.grad(y_TD.sum(), leaves[0], create_graph=True)
+        with pytest.raises(RuntimeError, match="expert_mlp_backward has no derivative"):
+            torch.autograd.grad(dx_TD.square().sum(), leaves[1])
+
+
+def test_autocast_rounds_nothing_inside() -> None:
+    routing = routed(5, 3, 2, torch.float32)
+    args = (randn(5, 16, seed=1), *weights_of(3, 16, 16, 2, torch.float32), *routing[:2])
+    want = expert_mlp(*args)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(expert_mlp(*args), want)
+
+
+@IMPLEMENTATIONS
 def test_without_gradients_the_output_is_the_same_and_nothing_is_kept(dtype, kernel) -> None:
     routing = routed(7, 3, 2, dtype)
     args = (randn(7, 32, seed=1, dtype=dtype), *weights_of(3, 32, 16, 2, dtype), *routing[:2])
@@ -239,7 +281,7 @@ def test_the_activation_of_half_precision_is_that_of_its_float32_value(dtype) ->
 
 @pytest.mark.parametrize("weight_TK", [None, torch.ones(1, 3)], ids=["backward", "forward"])
 def test_bfloat16_rows_of_a_token_are_summed_in_float32(weight_TK) -> None:
-    y_MD = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)  # 256 + 1 rounds to 256
+    y_MD = torch.tensor([[256.0], [1.0], [1.0], [0.0]]).bfloat16()  # 256 + 1 rounds to 256
     y_TD = combine(y_MD, torch.tensor([[0, 1, 2]]), weight_TK, torch.float32)
     assert y_TD.item() == 258.0
     assert y_TD.dtype == torch.bfloat16
@@ -259,7 +301,8 @@ def test_operators_pass_opcheck(kernel) -> None:
         for operator, args in (
             (ops.expert_mlp, (*leaves, *groups, *tiles, True)),
             (ops.expert_mlp, (*plain, *groups, *tiles, False)),
-            (ops.expert_mlp_backward, (dy_TD, *plain, *groups, *tiles, h_NG)),
+            (ops.expert_mlp_backward, (dy_TD, *plain, *groups, *tiles, h_NG, True)),
+            (ops.expert_mlp_backward, (dy_TD, *plain, *groups, *tiles, h_NG, False)),
             (ops.expand_rows, (leaves[0], *order)),
             (ops.combine_rows, (randn(10, 16, seed=7).requires_grad_(), leaves[3], *order)),
         ):

@@ -98,7 +98,7 @@ def test_operator_passes_opcheck() -> None:
     plain = [t.detach() for t in leaves]
     torch.library.opcheck(
         torch.ops.moe_kernels.grouped_mlp_backward.default,
-        (randn(7, 4, seed=5), *plain, offsets_E1, randn(7, 6, seed=6)),
+        (randn(7, 4, seed=5), *plain, offsets_E1, randn(7, 6, seed=6), True),
     )
 
 

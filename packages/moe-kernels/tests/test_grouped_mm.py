@@ -1,8 +1,10 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_kernels import grouped_mm, grouped_mm_dw
+from moe_kernels import grouped_mlp, grouped_mm, grouped_mm_dw
 from moe_kernels.backend import interpreted
 from moe_kernels.config import Config
 from moe_kernels.gemm.kernel import grouped_mm_dw_triton, grouped_mm_triton
@@ -135,6 +137,28 @@ def test_any_strides_give_the_same_product(num_experts: int, kernel: bool) -> No
     assert_near(run(*odd, offsets_E1), dense_forward(*odd, offsets_E1))
     one = x_ND[:1].expand(9, -1)  # stride 0, as a gradient of a sum has
     assert_near(run(one, w_EFD, offsets_E1), dense_forward(one, w_EFD, offsets_E1))
+
+
+@IMPLEMENTATIONS
+def test_offsets_may_be_a_column_of_something(kernel) -> None:
+    x_ND, w_EFD, dy_NF = randn(9, 16, seed=0), randn(3, 32, 16, seed=1), randn(9, 32, seed=2)
+    column = torch.tensor([[0, 9], [4, 9], [4, 9], [9, 9]], dtype=torch.int32)[:, 0]
+    want = dense_forward(x_ND, w_EFD, column.clone())
+    assert_near(on(kernel, grouped_mm)(x_ND, w_EFD, column), want)
+    assert_near(on(kernel, grouped_mm_dw)(x_ND, dy_NF, column), dense_dw(x_ND, dy_NF, column))
+    weights = w_EFD, randn(3, 16, 16, seed=3)
+    got = on(kernel, grouped_mlp)(x_ND, *weights, column)
+    torch.testing.assert_close(got, grouped_mlp(x_ND, *weights, column.clone()))
+
+
+@IMPLEMENTATIONS
+def test_a_main_gradient_never_starts_to_require_a_gradient(kernel) -> None:
+    x_ND, dy_NF, main_EFD = randn(4, 16, seed=0), randn(4, 32, seed=1), torch.zeros(1, 32, 16)
+    offsets_E1 = torch.tensor([0, 4], dtype=torch.int32)
+    with interpreted() if kernel else nullcontext():
+        for _ in range(2):
+            grouped_mm_dw(x_ND.requires_grad_(), dy_NF, offsets_E1, out_EFD=main_EFD)
+    assert not main_EFD.requires_grad
 
 
 @pytest.mark.parametrize("num_experts", [1, 2, 3])

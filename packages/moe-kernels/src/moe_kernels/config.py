@@ -7,7 +7,7 @@ a choice can be read, and is the same in every run. ``benchmarks/tune.py`` write
 
 import logging
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib.resources import files
@@ -20,10 +20,11 @@ OPERATIONS = ("forward", "dgrad", "wgrad", "gate_up")
 SHARING = ("forward", "dgrad", "gate_up")  # one list of tiles serves them all
 DTYPES = ("half", "single")
 ROWS = ("few", "many")
+MOST_WARPS = 32  # of a block
 FEW_ROWS = 96  # rows an expert has on average, below which tiles are low
 ARCHITECTURES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "sm_120": (12, 0)}
 
-_chosen: dict[str, Path] = {}
+_chosen: dict[str, "Table"] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +60,8 @@ class Config:
             if type(value) is not int or value < 1 or (power and value & (value - 1)):
                 kind = "a power of two" if power else "an integer"
                 raise ValueError(f"{field.name} must be {kind}, 1 or more, got {value!r}")
+        if self.num_warps > MOST_WARPS:
+            raise ValueError(f"num_warps must be at most {MOST_WARPS}, got {self.num_warps}")
         if min(self.block_n, self.block_f, self.block_d) < 16:
             raise ValueError(
                 f"blocks must be 16 or more, what tensor cores multiply, got block_n={self.block_n}"
@@ -85,14 +88,11 @@ def read_configs(text: str) -> dict[str, Config]:
     """
     want = {f"{op}.{dtype}.{rows}" for op in OPERATIONS for dtype in DTYPES for rows in ROWS}
     table = {}
-    for op, by_dtype in tomllib.loads(text).items():
-        for dtype, by_rows in by_dtype.items():
-            for rows, values in by_rows.items():
-                name = f"{op}.{dtype}.{rows}"
-                try:
-                    table[name] = Config(**values)
-                except (TypeError, ValueError) as error:
-                    raise ValueError(f"[{name}]: {error}") from error
+    for name, values in _sections(tomllib.loads(text)):
+        try:
+            table[name] = Config(**values)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"[{name}]: {error}") from error
     if table.keys() != want:
         missing, unknown = sorted(want - table.keys()), sorted(table.keys() - want)
         raise ValueError(f"sections missing: {missing}, sections unknown: {unknown}")
@@ -105,6 +105,15 @@ def read_configs(text: str) -> dict[str, Config]:
                     f"block_n must be the same, got {heights}"
                 )
     return table
+
+
+def _sections(tree: dict) -> Iterator[tuple[str, dict]]:
+    """Yield the sections three levels down, by their dotted names."""
+    for operation, by_dtype in tree.items():
+        for dtype, by_rows in by_dtype.items() if isinstance(by_dtype, dict) else ():
+            for rows, values in by_rows.items() if isinstance(by_rows, dict) else ():
+                if isinstance(values, dict):
+                    yield f"{operation}.{dtype}.{rows}", values
 
 
 def write_configs(table: Table, header: str) -> str:
@@ -134,16 +143,16 @@ def use_configs(architecture: str, path: str | Path) -> None:
         raise ValueError(
             f"architecture must be one of {', '.join(ARCHITECTURES)}, got {architecture!r}"
         )
-    read_configs(Path(path).read_text())
-    _chosen[architecture] = Path(path)
+    _chosen[architecture] = read_configs(Path(path).read_text())
     configs_of.cache_clear()
 
 
 @cache
 def configs_of(architecture: str) -> Table:
     """Return the table of an architecture."""
-    shipped = files("moe_kernels") / "configs" / f"{architecture}.toml"
-    return read_configs(_chosen.get(architecture, shipped).read_text())
+    if architecture in _chosen:
+        return _chosen[architecture]
+    return read_configs((files("moe_kernels") / "configs" / f"{architecture}.toml").read_text())
 
 
 @cache

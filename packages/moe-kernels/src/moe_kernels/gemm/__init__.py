@@ -1,5 +1,6 @@
 """Grouped matrix product: one weight matrix for each contiguous group of rows."""
 
+import torch
 from torch import Tensor
 
 from moe_kernels.gemm import op
@@ -78,5 +79,6 @@ def grouped_mm_dw(
     check_grouped_mm_dw(x_ND, dy_NF, offsets_E1, out_EFD)
     if out_EFD is None:
         return op.grouped_mm_dw(x_ND, dy_NF, offsets_E1)
-    op.grouped_mm_dw_add(x_ND, dy_NF, offsets_E1, out_EFD)
+    with torch.no_grad():
+        op.grouped_mm_dw_add(x_ND, dy_NF, offsets_E1, out_EFD)
     return out_EFD

@@ -166,7 +166,7 @@ def grouped_mm_triton(
         windows(aligned(x_ND), n, d),
         blocks(w, 1, f, d) if d_major else blocks(w, 1, d, f),
         windows(y_NF, n, f // 2 if config.halves else f), y_NF,
-        offsets_E1, *tiles, N, E, D, F,
+        offsets_E1.contiguous(), *tiles, N, E, D, F,
         BLOCK_N=n, BLOCK_F=f, BLOCK_D=d,
         D_MAJOR=d_major, ZERO_TAIL=out_NF is None, HALVES=config.halves,
         SUPER=config.super_n, PROGRAMS=programs, **config.launch,
@@ -202,6 +202,7 @@ def grouped_mm_dw_triton(
     config = config or choose("wgrad", x_ND, N, E)
     n, f, d = config.block_n, config.block_f, config.block_d
     programs = num_programs(x_ND.device, config)
+    offsets_E1 = offsets_E1.contiguous()
     _grouped_mm_dw_kernel[(programs,)](
         windows(aligned(x_ND), n, d), windows(aligned(dy_NF), n, f),
         None if out_EFD is not None else blocks(dw_EFD, 1, f, d), dw_EFD,

@@ -26,7 +26,7 @@ def grouped_mlp(
     x_RD: Tensor, w_gate_up_EGD: Tensor, w_down_EDF: Tensor, offsets_E1: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the pre-activation."""
-    R, E = x_RD.shape[0], w_down_EDF.shape[0]
+    R, E, offsets_E1 = x_RD.shape[0], w_down_EDF.shape[0], offsets_E1.contiguous()
     config = choose("gate_up", x_RD, R, E)
     tiles = tile_rows(offsets_E1, R, config.block_n)
     h_RG, act_RF = gate_up_triton(x_RD, w_gate_up_EGD, offsets_E1, tiles, config, keep=keep)
@@ -40,18 +40,19 @@ def grouped_mlp_backward(
     w_down_EDF: Tensor,
     offsets_E1: Tensor,
     h_RG: Tensor,
+    weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the rows and of both weights."""
-    R, E = x_RD.shape[0], w_down_EDF.shape[0]
+    R, E, offsets_E1 = x_RD.shape[0], w_down_EDF.shape[0], offsets_E1.contiguous()
     tiles = tile_rows(offsets_E1, R, choose("dgrad", x_RD, R, E).block_n)
     act_RF = scratch(x_RD, R, w_down_EDF.shape[2])
     grouped_mm_triton(dy_RD, w_down_EDF.mT, offsets_E1, tiles=tiles, out_NF=act_RF)
     dh_RG, act_RF, _ = dswiglu_triton(act_RF, h_RG, offsets_E1)
-    return (
-        grouped_mm_triton(dh_RG, w_gate_up_EGD.mT, offsets_E1, tiles=tiles),
-        grouped_mm_dw_triton(x_RD, dh_RG, offsets_E1),
-        grouped_mm_dw_triton(act_RF, dy_RD, offsets_E1),
-    )
+    dx_RD = grouped_mm_triton(dh_RG, w_gate_up_EGD.mT, offsets_E1, tiles=tiles)
+    if not weights:
+        return dx_RD, w_gate_up_EGD.new_empty(0), w_down_EDF.new_empty(0)
+    dw_gate_up_EGD = grouped_mm_dw_triton(x_RD, dh_RG, offsets_E1)
+    return dx_RD, dw_gate_up_EGD, grouped_mm_dw_triton(act_RF, dy_RD, offsets_E1)
 
 
 def expert_mlp(
@@ -82,6 +83,7 @@ def expert_mlp_backward(
     weight_TK: Tensor,
     rows: RoutedRows,
     h_NG: Tensor,
+    weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the tokens, of both weights and of the routing weights."""
     offsets_E1, slot_of_row_N, row_of_slot_TK, *tiles = rows
@@ -93,9 +95,11 @@ def expert_mlp_backward(
     dh_NG, act_NF, dweight_N = dswiglu_triton(
         act_NF, h_NG, offsets_E1, weight_TK.contiguous(), slot_of_row_N
     )
-    dw_down_EDF = grouped_mm_dw_triton(act_NF, rows_ND, offsets_E1)
-    expand_triton(x_TD, row_of_slot_TK, rows_ND)
-    dw_gate_up_EGD = grouped_mm_dw_triton(rows_ND, dh_NG, offsets_E1)
+    dw_gate_up_EGD, dw_down_EDF = w_gate_up_EGD.new_empty(0), w_down_EDF.new_empty(0)
+    if weights:
+        dw_down_EDF = grouped_mm_dw_triton(act_NF, rows_ND, offsets_E1)
+        expand_triton(x_TD, row_of_slot_TK, rows_ND)
+        dw_gate_up_EGD = grouped_mm_dw_triton(rows_ND, dh_NG, offsets_E1)
     grouped_mm_triton(dh_NG, w_gate_up_EGD.mT, offsets_E1, tiles=tiles, out_NF=rows_ND)
     dx_TD, dweight_TK = combine_triton(rows_ND, row_of_slot_TK, None, dweight_N)
     assert dweight_TK is not None, "rows had weights"

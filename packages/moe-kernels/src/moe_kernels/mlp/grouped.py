@@ -36,9 +36,10 @@ def grouped_mlp_backward(
     w_down_EDF: Tensor,
     offsets_E1: Tensor,
     h_RG: Tensor,
+    weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the rows and of both weights."""
-    return _backward(dy_RD, x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1, h_RG, None)[:3]
+    return _backward(dy_RD, x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1, h_RG, None, weights)[:3]
 
 
 def _backward(
@@ -49,17 +50,17 @@ def _backward(
     offsets_E1: Tensor,
     h_RG: Tensor,
     weight_R: Tensor | None,
+    weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of the rows, of both weights, and of the rows' weights if given."""
     dact_RF = grouped_mm(dy_RD, w_down_EDF.mT, offsets_E1)
     dh_RG, act_RF, dweight_R = swiglu_grad(h_RG, dact_RF, weight_R)
     dh_RG, act_RF = dh_RG.to(x_RD.dtype), act_RF.to(x_RD.dtype)
-    return (
-        grouped_mm(dh_RG, w_gate_up_EGD.mT, offsets_E1),
-        grouped_mm_dw(x_RD, dh_RG, offsets_E1),
-        grouped_mm_dw(act_RF, dy_RD, offsets_E1),
-        dweight_R,
-    )
+    dx_RD = grouped_mm(dh_RG, w_gate_up_EGD.mT, offsets_E1)
+    if not weights:
+        return dx_RD, w_gate_up_EGD.new_empty(0), w_down_EDF.new_empty(0), dweight_R
+    dw_gate_up_EGD = grouped_mm_dw(x_RD, dh_RG, offsets_E1)
+    return dx_RD, dw_gate_up_EGD, grouped_mm_dw(act_RF, dy_RD, offsets_E1), dweight_R
 
 
 def expert_mlp(
@@ -85,6 +86,7 @@ def expert_mlp_backward(
     weight_TK: Tensor,
     rows: RoutedRows,
     h_NG: Tensor,
+    weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the tokens, of both weights and of the routing weights."""
     token_M = tokens_of_rows(rows.slot_of_row_N, weight_TK.shape[1])
@@ -96,6 +98,7 @@ def expert_mlp_backward(
         rows.offsets_E1,
         F.pad(h_NG, (0, 0, 0, 1)),  # the spare row
         weights_of_rows(weight_TK, rows.slot_of_row_N),
+        weights,
     )
     assert dweight_M is not None, "rows had weights"
     row_TK = rows_of_slots(rows.row_of_slot_TK)

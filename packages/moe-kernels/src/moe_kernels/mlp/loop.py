@@ -39,21 +39,25 @@ def grouped_mlp_backward(
     w_down_EDF: Tensor,
     offsets_E1: Tensor,
     h_RG: Tensor,
+    weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the rows and of both weights."""
     dx_RD = x_RD.new_empty(x_RD.shape)
-    dw_gate_up_EGD = w_gate_up_EGD.new_empty(w_gate_up_EGD.shape)
-    dw_down_EDF = w_down_EDF.new_empty(w_down_EDF.shape)
+    dw_gate_up_EGD, dw_down_EDF = (
+        w.new_empty(w.shape if weights else 0) for w in (w_gate_up_EGD, w_down_EDF)
+    )
     spans = read_spans(offsets_E1, x_RD.shape[0])
     for e, start, end in spans:
         if start == end:
-            dw_gate_up_EGD[e].zero_()
-            dw_down_EDF[e].zero_()
+            if weights:
+                dw_gate_up_EGD[e].zero_()
+                dw_down_EDF[e].zero_()
             continue
         dy_ND, x_ND = dy_RD[start:end], x_RD[start:end]
         dh_NG, act_NF, _ = swiglu_grad(h_RG[start:end], dy_ND @ w_down_EDF[e], None)
-        torch.mm(dy_ND.T, act_NF, out=dw_down_EDF[e])
-        torch.mm(dh_NG.T, x_ND, out=dw_gate_up_EGD[e])
+        if weights:
+            torch.mm(dy_ND.T, act_NF, out=dw_down_EDF[e])
+            torch.mm(dh_NG.T, x_ND, out=dw_gate_up_EGD[e])
         torch.mm(dh_NG, w_gate_up_EGD[e], out=dx_RD[start:end])
     dx_RD[spans[-1].end :].zero_()
     return dx_RD, dw_gate_up_EGD, dw_down_EDF
@@ -92,6 +96,7 @@ def expert_mlp_backward(
     weight_TK: Tensor,
     rows: RoutedRows,
     h_NG: Tensor,
+    weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the tokens, of both weights and of the routing weights."""
     N = weight_TK.numel()
@@ -99,13 +104,15 @@ def expert_mlp_backward(
     weight_M = weights_of_rows(weight_TK, rows.slot_of_row_N)
     dx_MD = x_TD.new_empty(N + 1, x_TD.shape[1])
     dweight_M = torch.zeros_like(weight_M)
-    dw_gate_up_EGD = w_gate_up_EGD.new_empty(w_gate_up_EGD.shape)
-    dw_down_EDF = w_down_EDF.new_empty(w_down_EDF.shape)
+    dw_gate_up_EGD, dw_down_EDF = (
+        w.new_empty(w.shape if weights else 0) for w in (w_gate_up_EGD, w_down_EDF)
+    )
     spans = read_spans(rows.offsets_E1, N)
     for e, start, end in spans:
         if start == end:
-            dw_gate_up_EGD[e].zero_()
-            dw_down_EDF[e].zero_()
+            if weights:
+                dw_gate_up_EGD[e].zero_()
+                dw_down_EDF[e].zero_()
             continue
         token_N = token_M[start:end]
         dy_ND, x_ND = dy_TD.index_select(0, token_N), x_TD.index_select(0, token_N)
@@ -113,8 +120,9 @@ def expert_mlp_backward(
         dh_NG, act_NF, dweight_N = swiglu_grad(h_NG[start:end], dact_NF, weight_M[start:end])
         if dweight_N is not None:
             dweight_M[start:end] = dweight_N
-        torch.mm(dy_ND.T, act_NF, out=dw_down_EDF[e])
-        torch.mm(dh_NG.T, x_ND, out=dw_gate_up_EGD[e])
+        if weights:
+            torch.mm(dy_ND.T, act_NF, out=dw_down_EDF[e])
+            torch.mm(dh_NG.T, x_ND, out=dw_gate_up_EGD[e])
         torch.mm(dh_NG, w_gate_up_EGD[e], out=dx_MD[start:end])
     dx_MD[spans[-1].end :].zero_()
     row_TK = rows_of_slots(rows.row_of_slot_TK)

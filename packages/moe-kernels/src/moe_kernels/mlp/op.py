@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_kernels.backend import runs_kernel
 from moe_kernels.mlp import grouped, loop
 from moe_kernels.mlp.rows import RoutedRows
-from moe_kernels.operator import operator
+from moe_kernels.operator import not_differentiable, operator
 
 
 def _implementation(x: Tensor) -> ModuleType:
@@ -44,10 +44,11 @@ def grouped_mlp_backward(
     w_down_EDF: Tensor,
     offsets_E1: Tensor,
     h_RG: Tensor,
+    weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the rows and of both weights."""
+    """Return the gradients of the rows and of both weights; empty ones if those are frozen."""
     run = _implementation(x_RD).grouped_mlp_backward
-    return run(dy_RD, x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1, h_RG)
+    return run(dy_RD, x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1, h_RG, weights)
 
 
 @operator("expert_mlp")
@@ -82,11 +83,12 @@ def expert_mlp_backward(
     tile_map: Tensor,
     num_tiles: Tensor,
     h_NG: Tensor,
+    weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the tokens, of both weights and of the routing weights."""
+    """Return the gradients of tokens, both weights (empty if frozen) and routing weights."""
     rows = RoutedRows(offsets_E1, slot_of_row_N, row_of_slot_TK, tile_map, num_tiles)
     run = _implementation(x_TD).expert_mlp_backward
-    return run(dy_TD, x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, rows, h_NG)
+    return run(dy_TD, x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, rows, h_NG, weights)
 
 
 @torch.library.register_fake("moe_kernels::grouped_mlp")
@@ -97,9 +99,11 @@ def _(x_RD, w_gate_up_EGD, w_down_EDF, offsets_E1, keep):
 
 
 @torch.library.register_fake("moe_kernels::grouped_mlp_backward")
-def _(dy_RD, x_RD, w_gate_up_EGD, w_down_EDF, *_):
+def _(dy_RD, x_RD, w_gate_up_EGD, w_down_EDF, *rest):
     del dy_RD
-    return tuple(t.new_empty(t.shape) for t in (x_RD, w_gate_up_EGD, w_down_EDF))
+    *_, weights = rest
+    dw = [w.new_empty(w.shape if weights else 0) for w in (w_gate_up_EGD, w_down_EDF)]
+    return x_RD.new_empty(x_RD.shape), *dw
 
 
 @torch.library.register_fake("moe_kernels::expert_mlp")
@@ -111,9 +115,11 @@ def _(x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, *rest):
 
 
 @torch.library.register_fake("moe_kernels::expert_mlp_backward")
-def _(dy_TD, x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, *_):
+def _(dy_TD, x_TD, w_gate_up_EGD, w_down_EDF, weight_TK, *rest):
     del dy_TD
-    return tuple(t.new_empty(t.shape) for t in (x_TD, w_gate_up_EGD, w_down_EDF, weight_TK))
+    *_, weights = rest
+    dw = [w.new_empty(w.shape if weights else 0) for w in (w_gate_up_EGD, w_down_EDF)]
+    return x_TD.new_empty(x_TD.shape), *dw, weight_TK.new_empty(weight_TK.shape)
 
 
 def _save(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -128,13 +134,17 @@ def _save(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 def _grouped_mlp_autograd(ctx, dy_RD: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dy_RD is None:
         return (None,) * 5
-    return *grouped_mlp_backward(dy_RD, *ctx.saved_tensors), None, None
+    weights = any(ctx.needs_input_grad[1:3])
+    dx_RD, *dw = grouped_mlp_backward(dy_RD, *ctx.saved_tensors, weights)
+    return dx_RD, *(dw if weights else (None, None)), None, None
 
 
 def _expert_mlp_autograd(ctx, dy_TD: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if dy_TD is None:
         return (None,) * 10
-    return *expert_mlp_backward(dy_TD, *ctx.saved_tensors), *(None,) * 6
+    weights = any(ctx.needs_input_grad[1:3])
+    dx_TD, *dw, dweight_TK = expert_mlp_backward(dy_TD, *ctx.saved_tensors, weights)
+    return dx_TD, *(dw if weights else (None, None)), dweight_TK, *(None,) * 6
 
 
 torch.library.register_autograd(
@@ -143,6 +153,13 @@ torch.library.register_autograd(
 torch.library.register_autograd(
     "moe_kernels::expert_mlp", _expert_mlp_autograd, setup_context=_save
 )
+
+
+for _name in ("grouped_mlp_backward", "expert_mlp_backward"):
+    not_differentiable(
+        _name, "gradients of gradients of the experts come from activation='clamped_swiglu' or "
+        "'relu2', which run one operation after the other, and from grouped_mm",
+    )  # fmt: skip
 
 
 def wants_gradient(*tensors: Tensor) -> bool:

@@ -61,6 +61,8 @@ def rows_of_slots(row_of_slot_TK: Tensor) -> Tensor:
 
 def combine(y_MD: Tensor, row_TK: Tensor, weight_TK: Tensor | None, wide: torch.dtype) -> Tensor:
     """Sum the rows of each token in the order of its slots, weighted, in ``wide``."""
+    if weight_TK is not None:  # a masked route's may be anything, NaN too
+        weight_TK = weight_TK.masked_fill(row_TK == y_MD.shape[0] - 1, 0.0)
     total_TD = None
     for k in range(row_TK.shape[1]):
         y_TD = y_MD.index_select(0, row_TK[:, k]).to(wide)

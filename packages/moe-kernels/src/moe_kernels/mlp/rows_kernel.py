@@ -49,7 +49,8 @@ def _combine_kernel(
             mask = (d < D) & (row + tl.zeros_like(d) >= 0)
             y = tl.load(y_ptr + row * D + d, mask=mask, other=0.0).to(tl.float32)
             if weight_ptr is not None:
-                y *= tl.load(weight_ptr + token * K + k)
+                # A masked route's weight may be anything, NaN too.
+                y *= tl.load(weight_ptr + token * K + k, mask=row >= 0, other=0.0)
             total += y
         tl.store(out_ptr + token * D + d, total.to(out_ptr.dtype.element_ty), mask=d < D)
     if dweight_of_row_ptr is not None:

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_kernels.scratch import scratch
+
 MOST_ROUNDS = 32
 
 
@@ -314,9 +316,9 @@ def route_triton(
     T, E = logits_TE.shape
     t, num_warps = rows or choose_rows(E, top_k)
     launch: dict[str, int] = {"num_warps": num_warps}
-    options = {"dtype": torch.float32, "device": logits_TE.device}
-    weight_TK, score_TE = torch.empty(T, top_k, **options), torch.empty(T, E, **options)
-    expert_TK = torch.empty(T, top_k, dtype=torch.int32, device=logits_TE.device)
+    weight_TK = scratch(logits_TE, T, top_k, dtype=torch.float32)
+    score_TE = scratch(logits_TE, T, E, dtype=torch.float32)
+    expert_TK = scratch(logits_TE, T, top_k, dtype=torch.int32)
     num_bad = torch.zeros((), dtype=torch.int32, device=logits_TE.device)
     if T:
         _route_kernel[(triton.cdiv(T, t),)](
@@ -347,7 +349,7 @@ def route_backward_triton(
     (T, E), K = logits_TE.shape, expert_TK.shape[1]
     t, num_warps = rows or choose_rows(E, 1)
     launch: dict[str, int] = {"num_warps": num_warps}
-    dlogits_TE = torch.empty(T, E, dtype=logits_TE.dtype, device=logits_TE.device)
+    dlogits_TE = scratch(logits_TE, T, E)
     if T:
         _route_backward_kernel[(triton.cdiv(T, t),)](
             dweight_TK.contiguous(),

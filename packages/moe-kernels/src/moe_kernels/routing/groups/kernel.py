@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moe_kernels.scratch import scratch
+
 
 class Blocks(NamedTuple):
     """How slots are cut into blocks.
@@ -136,7 +138,7 @@ def _write_tiles(
     first = tl.sum(tl.where(e < group, tiles, 0))
     stop = tl.where(group < E, first + tl.sum(tl.where(e == group, tiles, 0)), length)
     if group == E:
-        tl.store(num_tiles_ptr, first)
+        tl.store(num_tiles_ptr, tl.minimum(first, length))
     for t_start in range(first, stop, STEP):
         t = t_start + tl.arange(0, STEP)
         entry = tl.where(group < E, group | ((t - first) << 12), -1)
@@ -196,8 +198,7 @@ def _tiles_kernel(
 def _tile_buffers(like: Tensor, num_rows: int, num_experts: int, block_n: int):
     """Return ``tile_map`` and ``num_tiles``, not yet written."""
     length = num_rows // block_n + num_experts
-    options = {"dtype": torch.int32, "device": like.device}
-    return torch.empty(length, **options), torch.empty(1, **options)
+    return scratch(like, length, dtype=torch.int32), scratch(like, 1, dtype=torch.int32)
 
 
 def group_rows_triton(
@@ -218,13 +219,8 @@ def group_rows_triton(
     N, E, cut = flat_N.shape[0], num_experts, blocks or Blocks()
     steps = max(1, triton.cdiv(N, cut.n * cut.most))
     B = max(1, triton.cdiv(N, cut.n * steps))
-    options = {"dtype": torch.int32, "device": flat_N.device}
-    count_BE, total_E = torch.empty(B, E, **options), torch.empty(E, **options)
-    groups = (
-        torch.empty(E + 1, **options),
-        torch.empty(N, **options),
-        torch.empty(expert_TK.shape, **options),
-    )
+    shapes = ((B, E), (E,), (E + 1,), (N,), tuple(expert_TK.shape))
+    count_BE, total_E, *groups = (scratch(flat_N, *shape, dtype=torch.int32) for shape in shapes)
     tiles = () if block_n is None else _tile_buffers(flat_N, N, E, block_n)
     tile_map, num_tiles = tiles or (total_E, total_E)  # without tiles no program writes there
     block_e = max(16, triton.next_power_of_2(E))

@@ -30,4 +30,4 @@ def tile_rows_reference(offsets_E1: Tensor, num_rows: int, block_n: int) -> tupl
     expert = torch.searchsorted(passed_E, t, right=True).clamp(max=E - 1)
     block = t - (passed_E - tiles_E)[expert]
     entry = torch.where(t < passed_E[-1], expert | (block << EXPERT_BITS), -1)
-    return entry.to(torch.int32), passed_E[-1:].to(torch.int32)
+    return entry.to(torch.int32), passed_E[-1:].clamp(max=t.shape[0]).to(torch.int32)
