@@ -114,11 +114,12 @@ def check_specs(specs: Sequence[ParamSpec], mesh: Mesh, num_experts: int) -> Non
     """Refuse parameters that cannot be laid out.
 
     Raises:
-        ValueError: If there are none, a name or tensor occurs twice, a dtype is not supported,
-            devices differ, or an expert parameter does not hold ``num_experts / ep`` experts.
+        ValueError: If there are none in a world of one rank, a name or tensor occurs twice, a
+            dtype is not supported, devices differ, or an expert parameter does not hold
+            ``num_experts / ep`` experts.
     """
     ep = mesh.plan.ep
-    if not specs:
+    if not specs and mesh.world_group is None:
         raise ValueError("there are no parameters")
     if num_experts % ep:
         raise ValueError(f"num_experts={num_experts} cannot be split over ep={ep}")
@@ -128,7 +129,6 @@ def check_specs(specs: Sequence[ParamSpec], mesh: Mesh, num_experts: int) -> Non
         )
     names: set[str] = set()
     owners: dict[int, str] = {}
-    first = specs[0]
     for spec in specs:
         parameter, shape = spec.parameter, tuple(spec.parameter.shape)
         if spec.name in names:
@@ -141,6 +141,7 @@ def check_specs(specs: Sequence[ParamSpec], mesh: Mesh, num_experts: int) -> Non
             raise ValueError(
                 f"{spec.name} is {parameter.dtype}; it must be float32, float64 or bfloat16"
             )
+        first = specs[0]
         if parameter.device != first.parameter.device:
             raise ValueError(
                 f"{spec.name} is on {parameter.device}, {first.name} on {first.parameter.device}"

@@ -7,6 +7,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
+from moe_parallel.agreement import MismatchError, raise_together, require_same, tell_all
 from moe_parallel.mesh_plan import MeshError, MeshPlan
 
 
@@ -58,7 +59,9 @@ class Mesh:
                 A part of them works on gloo, and on NCCL unless that is bound to a device.
 
         Raises:
-            MeshError: If the world is not of the planned size, or ``rank`` is not this rank.
+            MismatchError: If ranks were given different plans, on every rank.
+            MeshError: If the world is not of the planned size, or ``rank`` is not this rank; the
+                latter on every rank.
 
         Examples:
             >>> from moe_parallel import plan_mesh
@@ -104,13 +107,22 @@ def stages_groups(
 
     Returns:
         This rank's groups, by stages.
+
+    Raises:
+        MismatchError: On every rank, if some rank of these stages did not ask for its group.
     """
     if mesh.world_group is None or mesh.plan.pp == 1:
         return {}
-    told: list[list[tuple[int, ...]]] = [[] for _ in range(mesh.plan.world_size)]
-    dist.all_gather_object(told, list(wanted), group=mesh.world_group)
+    told = tell_all(list(wanted), mesh.world_group)
     everyones = sorted({stages for held in told for stages in held})
     stage_ranks = mesh.plan.dp_groups()
+    for stages in everyones:
+        silent = [r for stage in stages for r in stage_ranks[stage] if stages not in told[r]]
+        if silent:
+            raise MismatchError(
+                f"parameters are shared by stages {stages}, but ranks {silent} of these name none: "
+                "each of the stages names its copy"
+            )
     members = [[r for stage in stages for r in stage_ranks[stage]] for stages in everyones]
     made = zip(everyones, make_groups(members, mesh.rank, mesh.world_group), strict=True)
     return {stages: group for stages, group in made if group is not None}
@@ -147,14 +159,17 @@ def _checked_rank(plan: MeshPlan, rank: int | None, group: dist.ProcessGroup | N
         raise MeshError(
             f"a mesh of {plan.world_size} ranks needs torch.distributed.init_process_group first"
         )
+    require_same(dict(enumerate(tell_all(repr(plan), group))), "the plan of the mesh")
     if dist.get_world_size(group) != plan.world_size:
         raise MeshError(
             f"the mesh is planned for {plan.world_size} ranks, "
             f"torch.distributed has {dist.get_world_size(group)}"
         )
-    if rank is not None and rank != dist.get_rank(group):
-        raise MeshError(f"rank={rank} was given, but this process is rank {dist.get_rank(group)}")
-    return dist.get_rank(group)
+    own, error = dist.get_rank(group), None
+    if rank not in (None, own):
+        error = MeshError(f"rank={rank} was given, but this process is rank {own}")
+    raise_together(error, group, MeshError)
+    return own
 
 
 def _own_groups(

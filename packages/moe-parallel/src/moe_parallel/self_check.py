@@ -4,11 +4,10 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from moe_parallel.agreement import MismatchError, require_same, tell_all
 from moe_parallel.mesh import Mesh
 
-
-class MismatchError(RuntimeError):
-    """Ranks hold different values of something that must be the same."""
+__all__ = ["MismatchError", "check_same"]
 
 
 def check_same(
@@ -37,14 +36,8 @@ def check_same(
     group = among
     if isinstance(group, str):
         group = mesh.world_group if group == "world" else mesh.dp_group
-    values: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    holders: dict[str, list[int]] = {}
-    for global_rank, held in zip(dist.get_process_group_ranks(group), values, strict=True):
-        holders.setdefault(held, []).append(dist.get_group_rank(mesh.world_group, global_rank))
-    if len(holders) > 1:
-        listed = "".join(
-            f"\n  - {held!r} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-            for held, ranks in holders.items()
-        )
-        raise MismatchError(f"{what} differs between ranks:{listed}")
+    ranks = [
+        dist.get_group_rank(mesh.world_group, global_rank)
+        for global_rank in dist.get_process_group_ranks(group)
+    ]
+    require_same(dict(zip(ranks, tell_all(value, group), strict=True)), what)

@@ -1,6 +1,5 @@
 """AdamW whose state is divided among the replicas of each parameter (ZeRO-1 and ZeRO-2)."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -16,9 +15,10 @@ from moe_parallel.adamw.config import check_lr
 from moe_parallel.adamw.update import step_scalars, update_adamw
 from moe_parallel.bucket import Bucket
 from moe_parallel.deferral import Deferral, WeightGradient, attach_sink
-from moe_parallel.layout import BucketLayout, ParamSpec, check_specs, plan_buckets
+from moe_parallel.layout import BucketLayout, ParamSpec, plan_buckets
 from moe_parallel.mesh import Mesh, stages_groups
 from moe_parallel.muon import MuonConfig, update_muon
+from moe_parallel.optimizer_checks import check_together, device_of, digest_of
 from moe_parallel.overlap import Blocks, Launcher
 from moe_parallel.reduction import Wire
 from moe_parallel.self_check import check_same
@@ -43,7 +43,7 @@ class ShardedAdamW:
 
     Args:
         specs: The parameters of this rank, in the order of the forward, the same on every rank
-            of a stage.
+            of a stage. In a mesh of several ranks a stage may have none.
         mesh: Where this rank stands.
         config: Hyperparameters, the same on every rank.
         num_experts: Experts of a layer over the whole model.
@@ -56,7 +56,7 @@ class ShardedAdamW:
             one backward, in ``overlapped()``.
 
     Raises:
-        ValueError: If a parameter does not fit, see the message.
+        ValueError: If a parameter does not fit, see the message; on every rank if on one.
         MismatchError: If ranks disagree on the configuration or the parameters.
 
     Examples:
@@ -85,17 +85,7 @@ class ShardedAdamW:
         wire: Wire = "float32",
         zero: Literal[1, 2] = 1,
     ):
-        if bucket_elements < 1:
-            raise ValueError(f"bucket_elements must be positive, got {bucket_elements}")
-        if wire not in ("float32", "bfloat16"):
-            raise ValueError(f"wire must be 'float32' or 'bfloat16', got {wire!r}")
-        if zero not in (1, 2):
-            raise ValueError(f"zero must be 1 or 2, got {zero!r}")
-        if zero == 2 and mesh.plan.pp > 1:
-            raise ValueError(
-                f"zero=2 is for one backward a step, and a pipeline (pp={mesh.plan.pp}) has several"
-            )
-        check_specs(specs, mesh, num_experts)
+        check_together(specs, mesh, num_experts, bucket_elements, wire, zero)
         self.mesh, self.config, self.muon = mesh, config, muon or MuonConfig()
         self._wire: Wire = wire
         self._zero = zero
@@ -104,7 +94,7 @@ class ShardedAdamW:
         settings = repr((config, self.muon, wire, zero))
         check_same(settings, "the optimizer's configuration", mesh)
         check_same(
-            _digest([layout for layout, _ in planned]),
+            digest_of([layout for layout, _ in planned]),
             "the list of parameters",
             mesh,
             among="stage",
@@ -123,7 +113,7 @@ class ShardedAdamW:
         self._blocks: Blocks | None = None
         self._held: set[int] = set()
         self._in_last_backward = False
-        self._device = specs[0].parameter.device
+        self._device = specs[0].parameter.device if specs else device_of(mesh)
         # On the device, as whether a step counts is known only there.
         self._step = torch.zeros((), dtype=torch.float32, device=self._device)
         self._gather(self._buckets)
@@ -137,7 +127,7 @@ class ShardedAdamW:
             return make(mesh.dp_group, mesh.dp_rank, mesh.plan.dp)
         group = self._stages_groups[layout.shared_by]
         what = f"the list of parameters shared by stages {layout.shared_by}"
-        check_same(_digest([layout]), what, mesh, among=group)
+        check_same(digest_of([layout]), what, mesh, among=group)
         rank = layout.shared_by.index(mesh.pp_rank) * mesh.plan.dp + mesh.dp_rank
         return make(group, rank, len(layout.shared_by) * mesh.plan.dp)
 
@@ -367,15 +357,3 @@ def _launcher(trained: Sequence[Bucket], specs: Sequence[ParamSpec]) -> Launcher
 
     ordered = sorted(trained, key=key)
     return Launcher(ordered, [bucket.layout.segments[0].name for bucket in ordered])
-
-
-def _digest(layouts: list[BucketLayout]) -> str:
-    # Where a rank's experts begin is the one thing that differs by right.
-    plain = [
-        (
-            (b.is_expert, b.dtype, b.trainable, b.matrix, b.shared_by),
-            [(s.name, s.shape, s.weight_decay) for s in b.segments],
-        )
-        for b in layouts
-    ]
-    return hashlib.sha256(repr(plain).encode()).hexdigest()[:16]
