@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from moe_parallel import AdamWConfig, Mesh, ParamSpec, ShardedAdamW, plan_mesh
+from moe_parallel import AdamWConfig, Gradients, Mesh, ParamSpec, ShardedAdamW, plan_mesh
 from torch import nn
 
 ALONE = Mesh.create(plan_mesh(1))
@@ -23,3 +23,39 @@ def test_forgotten_gradients_have_no_part_in_the_next_step(forget) -> None:
     forget(optimizer)
     assert all(p.grad is None for p in model.parameters())
     assert optimizer.step().grad_norm.item() == 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda optimizer, model: optimizer.step(),
+        lambda optimizer, model: optimizer.accumulate(),
+        lambda optimizer, model: optimizer.accumulate(model.parameters()),
+    ],
+)
+def test_a_parameter_that_was_moved_to_other_memory_is_refused_by_name(call) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = optimizer_of(model)
+    model.to(torch.float64).to(torch.float32)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="weight was moved out of the optimizer's buffer"):
+        call(optimizer, model)
+
+
+def test_a_frozen_parameter_that_was_moved_is_refused_too() -> None:
+    model = nn.Linear(2, 1)
+    model.bias.requires_grad_(False)
+    optimizer = optimizer_of(model)
+    model.bias.data = model.bias.data.clone()
+    with pytest.raises(RuntimeError, match="bias was moved out of the optimizer's buffer"):
+        optimizer.step()
+
+
+def test_a_parameter_that_was_replaced_is_refused_where_it_is_named() -> None:
+    for make in (optimizer_of, lambda model: Gradients(dict(model.named_parameters()))):
+        model = nn.Linear(2, 1)
+        target = make(model)
+        model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()}, assign=True)
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"a parameter of shape \(1, 2\) has a gradient but"):
+            target.accumulate(model.parameters())

@@ -123,6 +123,7 @@ class Bucket:
         """Add ``.grad`` of some parameters into their main gradients and clear it."""
         sums, grads = [], []
         for i in indices:
+            self._check_place(i)
             parameter = self.parameters[i]
             if parameter.grad is not None:
                 main_grad = self._open()[i]
@@ -135,6 +136,21 @@ class Bucket:
                 parameter.grad = None
         if sums:
             torch._foreach_add_(sums, grads)
+
+    def check_places(self) -> None:
+        """Refuse parameters that no longer lie in the buffer."""
+        for i in range(len(self.parameters)):
+            self._check_place(i)
+
+    def _check_place(self, index: int) -> None:
+        parameter, segment = self.parameters[index], self.layout.segments[index]
+        place = self.parameter_P.data_ptr() + segment.start * self.parameter_P.element_size()
+        if segment.numel and parameter.data_ptr() != place:
+            raise RuntimeError(
+                f"{segment.name} was moved out of the optimizer's buffer, which the forward would "
+                "no longer read: make the optimizer after .to() and the like, and write values "
+                "into parameters in place"
+            )
 
     def add(self, index: int, run: WeightGradient) -> None:
         """Let an operator write a weight gradient, or add it, straight to the main gradient."""

@@ -18,6 +18,10 @@ class GradientTarget(Protocol):
         """Give every trained parameter a ``dw_sink`` that leads here."""
         ...
 
+    def takes(self, parameter: Parameter) -> bool:
+        """Return whether gradients of this parameter are wanted."""
+        ...
+
     def put_off(self) -> AbstractContextManager[list[Callable[[], None]]]:
         """Collect weight gradients instead of computing them."""
         ...
@@ -60,6 +64,7 @@ class Gradients:
     ):
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._names = {id(p): name for name, p in self._parameters.items()}
+        self._frozen = {id(p) for p in parameters.values()} - self._names.keys()
         self.main_grads = {
             name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
             for name, p in self._parameters.items()
@@ -72,6 +77,10 @@ class Gradients:
         """Give every parameter a ``dw_sink``, for operators that know what to do with it."""
         for name, parameter in self._parameters.items():
             attach_sink(parameter, _Sink(self._deferral, self.main_grads[name]))
+
+    def takes(self, parameter: Parameter) -> bool:
+        """Return whether there is a sum for this parameter."""
+        return id(parameter) in self._names
 
     def put_off(self) -> AbstractContextManager[list[Callable[[], None]]]:
         """Collect weight gradients instead of computing them."""
@@ -88,7 +97,11 @@ class Gradients:
         """Add ``.grad`` of these parameters, or of all, to the sums, and clear it."""
         for parameter in self._parameters.values() if parameters is None else parameters:
             name = self._names.get(id(parameter))
-            if name is not None and parameter.grad is not None:
+            if parameter.grad is None or id(parameter) in self._frozen:
+                continue
+            if name is None:
+                refuse_stranger(parameter)
+            else:
                 self.main_grads[name].add_(parameter.grad)
                 parameter.grad = None
 
@@ -109,6 +122,14 @@ class Gradients:
         self._complete.clear()
         for main_grad in self.main_grads.values():
             main_grad.zero_()
+
+
+def refuse_stranger(parameter: Parameter) -> None:
+    """Raise for a parameter with a gradient that nobody would take."""
+    raise RuntimeError(
+        f"a parameter of shape {tuple(parameter.shape)} has a gradient but is not among those that "
+        "this was made with: it was added or replaced since, as load_state_dict(assign=True) does"
+    )
 
 
 class _Sink:

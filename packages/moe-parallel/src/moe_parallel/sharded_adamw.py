@@ -15,6 +15,7 @@ from moe_parallel.adamw.config import check_lr
 from moe_parallel.adamw.update import step_scalars, update_adamw
 from moe_parallel.bucket import Bucket
 from moe_parallel.deferral import Deferral, WeightGradient, attach_sink
+from moe_parallel.gradients import refuse_stranger
 from moe_parallel.layout import BucketLayout, ParamSpec, plan_buckets
 from moe_parallel.mesh import Mesh, stages_groups
 from moe_parallel.muon import MuonConfig, update_muon
@@ -108,6 +109,7 @@ class ShardedAdamW:
             for bucket in self._trained
             for i, parameter in enumerate(bucket.parameters)
         }
+        self._frozen = {id(s.parameter) for s in specs} - self._places.keys()
         self._launcher = _launcher(self._trained, specs)
         self._deferral = Deferral()
         self._blocks: Blocks | None = None
@@ -169,6 +171,10 @@ class ShardedAdamW:
             for i, parameter in enumerate(bucket.parameters):
                 attach_sink(parameter, self._sink(bucket, i))
 
+    def takes(self, parameter: Parameter) -> bool:
+        """Return whether this optimizer trains a parameter."""
+        return id(parameter) in self._places
+
     def put_off(self) -> AbstractContextManager[list[Callable[[], None]]]:
         """Collect weight gradients that come through sinks instead of computing them."""
         return self._deferral.put_off()
@@ -185,6 +191,9 @@ class ShardedAdamW:
 
         Args:
             parameters: Only these; None takes all.
+
+        Raises:
+            RuntimeError: If a parameter was replaced, or moved to other memory, since the start.
         """
         if parameters is None:
             for bucket in self._trained:
@@ -194,6 +203,8 @@ class ShardedAdamW:
             place = self._places.get(id(parameter))
             if place is not None:
                 place[0].accumulate([place[1]])
+            elif parameter.grad is not None and id(parameter) not in self._frozen:
+                refuse_stranger(parameter)
 
     def ready(self, parameters: Iterable[Parameter]) -> None:
         """Take note that these gradients are complete; their buckets are reduced in their turn.
@@ -216,6 +227,8 @@ class ShardedAdamW:
         """
         lr = self.config.lr if lr is None else lr
         check_lr(lr)
+        for bucket in self._buckets:
+            bucket.check_places()
         self.accumulate()
         self._launcher.flush()
         for bucket in self._trained:
