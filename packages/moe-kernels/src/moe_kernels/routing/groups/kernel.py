@@ -219,8 +219,13 @@ def group_rows_triton(
     N, E, cut = flat_N.shape[0], num_experts, blocks or Blocks()
     steps = max(1, triton.cdiv(N, cut.n * cut.most))
     B = max(1, triton.cdiv(N, cut.n * steps))
-    shapes = ((B, E), (E,), (E + 1,), (N,), tuple(expert_TK.shape))
-    count_BE, total_E, *groups = (scratch(flat_N, *shape, dtype=torch.int32) for shape in shapes)
+    count_BE = scratch(flat_N, B, E, dtype=torch.int32)
+    total_E = scratch(flat_N, E, dtype=torch.int32)
+    groups = (
+        scratch(flat_N, E + 1, dtype=torch.int32),
+        scratch(flat_N, N, dtype=torch.int32),
+        scratch(flat_N, *expert_TK.shape, dtype=torch.int32),
+    )
     tiles = () if block_n is None else _tile_buffers(flat_N, N, E, block_n)
     tile_map, num_tiles = tiles or (total_E, total_E)  # without tiles no program writes there
     block_e = max(16, triton.next_power_of_2(E))
