@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from moe_parallel import AdamWConfig, Gradients, Mesh, ParamSpec, ShardedAdamW, plan_mesh
+from moe_parallel import (
+    AdamWConfig,
+    Gradients,
+    Mesh,
+    ParamSpec,
+    Pipeline,
+    ScheduleError,
+    ShardedAdamW,
+    plan_mesh,
+)
 from torch import nn
 
 ALONE = Mesh.create(plan_mesh(1))
@@ -59,3 +68,20 @@ def test_a_parameter_that_was_replaced_is_refused_where_it_is_named() -> None:
         model(torch.ones(1, 2)).sum().backward()
         with pytest.raises(RuntimeError, match=r"a parameter of shape \(1, 2\) has a gradient but"):
             target.accumulate(model.parameters())
+
+
+class Last(nn.Linear):
+    """A pipeline of one stage."""
+
+    def forward(self, x, micro):
+        return super().forward(micro if x is None else x).square().sum()
+
+
+def test_a_pipeline_refuses_parameters_whose_gradients_nobody_takes() -> None:
+    stage = Last(2, 1)
+    target = Gradients({"weight": stage.weight})
+    with pytest.raises(ScheduleError, match=r"^bias of stage 0: not among the parameters"):
+        Pipeline({0: stage}, ALONE, target)
+    stage.bias.requires_grad_(False)
+    Pipeline({0: stage}, ALONE, target).step(torch.ones(1, 3, 2))
+    assert target.main_grads["weight"].all()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from moe_parallel.agreement import MismatchError, raise_together
 from moe_parallel.gradients import GradientTarget
 from moe_parallel.mesh import Mesh
 from moe_parallel.pipeline.failure import Failure, StageError
@@ -15,7 +16,6 @@ from moe_parallel.pipeline.links import Links
 from moe_parallel.pipeline.step import Outcome, Step
 from moe_parallel.pipeline.wire import Wire
 from moe_parallel.schedule import Op, Schedule, ScheduleError, make_schedule
-from moe_parallel.self_check import MismatchError
 
 
 class Pipeline:
@@ -50,7 +50,8 @@ class Pipeline:
         watch: Called with each operation before it runs, e.g. to tell a heartbeat.
 
     Raises:
-        ScheduleError: If ``stages`` are not those that the schedule puts on this rank.
+        ScheduleError: On every rank, if ``stages`` of one are not those that the schedule puts
+            there, or if a parameter of them needs gradients that ``target`` does not take.
 
     Examples:
         >>> import torch
@@ -86,11 +87,7 @@ class Pipeline:
         self._schedule, self._chunks = schedule, chunks
         self._made: dict[int, Schedule] = {}
         probe = self._schedule_for(mesh.plan.pp)
-        if sorted(stages) != probe.stages_of(mesh.pp_rank):
-            raise ScheduleError(
-                f"{probe.name} puts stages {probe.stages_of(mesh.pp_rank)} on rank "
-                f"{mesh.pp_rank} of the pipeline, got stages {sorted(stages)}"
-            )
+        raise_together(_refusal(probe, mesh, stages, target), mesh.world_group, ScheduleError)
         tensors = [p for stage in stages.values() for p in stage.parameters()]
         self._device = tensors[0].device if tensors else torch.device("cpu")
         self._links = Links.create(mesh, probe)
@@ -193,3 +190,27 @@ class Pipeline:
                 f"the ranks of a pipeline were given different numbers of microbatches: "
                 f"{numbers.tolist()}"
             )
+
+
+def _refusal(
+    schedule: Schedule, mesh: Mesh, stages: Mapping[int, nn.Module], target: GradientTarget
+) -> ScheduleError | None:
+    """Return what is wrong with the stages of this rank, if anything."""
+    planned = schedule.stages_of(mesh.pp_rank)
+    if sorted(stages) != planned:
+        return ScheduleError(
+            f"{schedule.name} puts stages {planned} on rank "
+            f"{mesh.pp_rank} of the pipeline, got stages {sorted(stages)}"
+        )
+    left_out = [
+        f"{name} of stage {number}"
+        for number, stage in stages.items()
+        for name, parameter in stage.named_parameters()
+        if parameter.requires_grad and not target.takes(parameter)
+    ]
+    if left_out:
+        return ScheduleError(
+            f"{', '.join(left_out)}: not among the parameters that the target was made for (or "
+            "frozen then); its gradients would pile up. Name it there, or freeze it"
+        )
+    return None
