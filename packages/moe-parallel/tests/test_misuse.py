@@ -11,6 +11,7 @@ from moe_parallel import (
     ScheduleError,
     ShardedAdamW,
     plan_mesh,
+    split_linears,
 )
 from torch import nn
 
@@ -85,3 +86,37 @@ def test_a_pipeline_refuses_parameters_whose_gradients_nobody_takes() -> None:
     stage.bias.requires_grad_(False)
     Pipeline({0: stage}, ALONE, target).step(torch.ones(1, 3, 2))
     assert target.main_grads["weight"].all()
+
+
+def test_gradients_refuse_one_tensor_under_two_names() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="'a' and 'b' are one tensor: name it once"):
+        Gradients({"a": weight, "b": weight})
+
+
+def test_two_parameters_in_one_memory_are_refused_by_name() -> None:
+    flat = torch.arange(12.0)
+    for first, second in ((flat[:6], flat[5:9]), (flat, flat.view(3, 4).T), (flat[::2], flat[:3])):
+        pair = nn.ParameterList([first, second])
+        with pytest.raises(ValueError, match=r"'[01]' and '[01]' share memory"):
+            optimizer_of(pair)
+
+
+def test_parameters_side_by_side_in_one_memory_keep_their_values() -> None:
+    flat = torch.arange(12.0)
+    parts = [flat[:4], flat[4::2], flat[5::2], flat[:0]]
+    want = [part.clone() for part in parts]
+    model = nn.ParameterList(parts)
+    optimizer_of(model)
+    assert all(torch.equal(*pair) for pair in zip(model, want, strict=True))
+
+
+@pytest.mark.parametrize("later", [optimizer_of, lambda m: Gradients(dict(m.named_parameters()))])
+def test_a_new_target_gets_the_gradients_that_an_old_one_had_sinks_for(later) -> None:
+    model = split_linears(nn.Sequential(nn.Linear(2, 1, bias=False)))
+    old = Gradients(dict(model.named_parameters()))
+    old.attach_sinks()
+    later(model)
+    model(torch.ones(1, 2)).sum().backward()
+    assert model[0].weight.grad.tolist() == [[1, 1]]
+    assert not old.main_grads["0.weight"].any()

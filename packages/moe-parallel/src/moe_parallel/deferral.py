@@ -55,6 +55,12 @@ def attach_sink(parameter: Parameter, sink: Sink) -> None:
     setattr(parameter, _SINK, sink)
 
 
+def detach_sink(parameter: Parameter) -> None:
+    """Undo ``attach_sink``, if it was done: a sink leads to the target that attached it."""
+    if hasattr(parameter, _SINK):
+        delattr(parameter, _SINK)
+
+
 def sink_of(parameter: Tensor) -> Sink | None:
     """Return what an operator should hand the weight gradient of ``parameter`` to, if anything.
 

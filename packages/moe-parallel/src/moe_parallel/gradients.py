@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from moe_parallel.deferral import Deferral, WeightGradient, attach_sink
+from moe_parallel.deferral import Deferral, WeightGradient, attach_sink, detach_sink
 
 
 class GradientTarget(Protocol):
@@ -49,9 +49,13 @@ class Gradients:
     For use with an optimizer of your own. ``ShardedAdamW`` has its own buffers instead.
 
     Args:
-        parameters: By name. Those with ``requires_grad=False`` are left out.
+        parameters: By name, each tensor under one. Those with ``requires_grad=False`` are left
+            out. Sinks that an earlier target attached are taken off.
         on_ready: Called with the name and the gradient of each parameter when it is complete,
             once a step.
+
+    Raises:
+        ValueError: If one tensor has two names.
 
     Attributes:
         main_grads: The sums, by name. Zero where no gradient came.
@@ -62,6 +66,12 @@ class Gradients:
         parameters: Mapping[str, Parameter],
         on_ready: Callable[[str, Tensor], None] | None = None,
     ):
+        owners: dict[int, str] = {}
+        for name, parameter in parameters.items():
+            twin = owners.setdefault(id(parameter), name)
+            if twin != name:
+                raise ValueError(f"{twin!r} and {name!r} are one tensor: name it once")
+            detach_sink(parameter)
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._names = {id(p): name for name, p in self._parameters.items()}
         self._frozen = {id(p) for p in parameters.values()} - self._names.keys()

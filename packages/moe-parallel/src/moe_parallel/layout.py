@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -115,8 +116,8 @@ def check_specs(specs: Sequence[ParamSpec], mesh: Mesh, num_experts: int) -> Non
 
     Raises:
         ValueError: If there are none in a world of one rank, a name or tensor occurs twice, a
-            dtype is not supported, devices differ, or an expert parameter does not hold
-            ``num_experts / ep`` experts.
+            dtype is not supported, devices differ, two share memory, or an expert parameter does
+            not hold ``num_experts / ep`` experts.
     """
     ep = mesh.plan.ep
     if not specs and mesh.world_group is None:
@@ -152,6 +153,28 @@ def check_specs(specs: Sequence[ParamSpec], mesh: Mesh, num_experts: int) -> Non
                 f"{num_experts}/{ep} = {num_experts // ep} experts"
             )
         _check_treatment(spec, mesh)
+    _check_memory(specs)
+
+
+def _check_memory(specs: Sequence[ParamSpec]) -> None:
+    """Refuse two parameters in one memory, which would part when they move into the buffers."""
+    spans = []
+    for spec in specs:
+        parameter = spec.parameter
+        if parameter.numel() and parameter.device.type != "meta":
+            size = parameter.element_size()
+            axes = zip(parameter.shape, parameter.stride(), strict=True)
+            extent = 1 + sum((length - 1) * stride for length, stride in axes)
+            # One that leaves gaps may have another in them: of it only the first element counts.
+            reach = size * (extent if extent == parameter.numel() else 1)
+            spans.append((parameter.data_ptr(), parameter.data_ptr() + reach, spec.name))
+    spans.sort()
+    for (_, stop, name), (start, _, following) in pairwise(spans):
+        if start < stop:
+            raise ValueError(
+                f"{name!r} and {following!r} share memory, and would no longer do so in the "
+                "optimizer: make them one Parameter, and name it once"
+            )
 
 
 def _check_treatment(spec: ParamSpec, mesh: Mesh) -> None:

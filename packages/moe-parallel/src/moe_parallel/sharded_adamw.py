@@ -14,7 +14,7 @@ from moe_parallel.adamw import AdamWConfig
 from moe_parallel.adamw.config import check_lr
 from moe_parallel.adamw.update import step_scalars, update_adamw
 from moe_parallel.bucket import Bucket
-from moe_parallel.deferral import Deferral, WeightGradient, attach_sink
+from moe_parallel.deferral import Deferral, WeightGradient, attach_sink, detach_sink
 from moe_parallel.gradients import refuse_stranger
 from moe_parallel.layout import BucketLayout, ParamSpec, plan_buckets
 from moe_parallel.mesh import Mesh, stages_groups
@@ -44,7 +44,8 @@ class ShardedAdamW:
 
     Args:
         specs: The parameters of this rank, in the order of the forward, the same on every rank
-            of a stage. In a mesh of several ranks a stage may have none.
+            of a stage. In a mesh of several ranks a stage may have none. Sinks that an earlier
+            optimizer attached are taken off.
         mesh: Where this rank stands.
         config: Hyperparameters, the same on every rank.
         num_experts: Experts of a layer over the whole model.
@@ -87,6 +88,8 @@ class ShardedAdamW:
         zero: Literal[1, 2] = 1,
     ):
         check_together(specs, mesh, num_experts, bucket_elements, wire, zero)
+        for spec in specs:
+            detach_sink(spec.parameter)
         self.mesh, self.config, self.muon = mesh, config, muon or MuonConfig()
         self._wire: Wire = wire
         self._zero = zero
