@@ -5,11 +5,14 @@ import functools
 import pytest
 import torch
 from moe_parallel import (
+    AdamWConfig,
     Gradients,
     Mesh,
     MismatchError,
+    ParamSpec,
     Pipeline,
     ScheduleError,
+    ShardedAdamW,
     StageError,
     StageResult,
     make_schedule,
@@ -100,6 +103,64 @@ def test_after_an_exception_the_groups_still_work(pool, name, num_ranks, fault) 
     grads = {number: grad for _, found in results for number, grad in found.items()}
     # The loss is 2 (1 + 2 + 3 + 4) times the product of the weights, each 1/2.
     assert grads == {str(i): 20 * 0.5 ** (num_stages - 1) for i in range(num_stages)}
+
+
+def recover(group, fault):
+    """Train a step that fails on one replica, then one that does not; return its norm."""
+    mesh = create_mesh(plan_mesh(4, pp=2), group=group)
+    stage = Faulty(mesh.pp_rank, last=mesh.pp_rank == 1)
+    spec = ParamSpec(f"w{mesh.pp_rank}", stage.weight, False, False)
+    optimizer = ShardedAdamW([spec], mesh, AdamWConfig(lr=0.0), 1)
+    pipeline = Pipeline({mesh.pp_rank: stage}, mesh, optimizer)
+    stage.fault = fault if mesh.dp_rank == 0 else None
+    caught = None
+    try:
+        pipeline.step(range(4))
+    except StageError as error:
+        caught = str(error)
+    left = stage.weight.grad
+    stage.fault = None
+    pipeline.step(range(4))
+    stats = optimizer.step()
+    return caught, left, stats.grad_norm.item(), stats.desynced.item()
+
+
+@pytest.mark.parametrize("fault", [("F", 0, 3), ("F", 1, 3), ("B", 0, 3), ("B", 1, 1)])
+def test_after_an_exception_on_one_replica_the_optimizer_goes_on(pool, fault) -> None:
+    # Two replicas, each with a loss of 2 (1 + 2 + 3 + 4) times two weights of 1/2.
+    for caught, left, norm, desynced in pool.run(recover, 4, fault):
+        assert "luck" in caught
+        assert (left, desynced) == (None, False)
+        assert norm == pytest.approx(20 * 2**0.5)
+
+
+def test_after_an_exception_gradients_of_one_process_are_dropped() -> None:
+    stage = Faulty(0, last=True)
+    target = Gradients({"w": stage.weight})
+    pipeline = Pipeline({0: stage}, Mesh.create(plan_mesh(1)), target)
+    stage.fault = ("F", 0, 1)
+    with pytest.raises(StageError):
+        pipeline.step(range(2))
+    assert target.main_grads["w"].item() == 0
+    stage.fault = None
+    pipeline.step(range(2))
+    assert target.main_grads["w"].item() == 2 * (1 + 2)
+    with pytest.raises(StageError, match=r"complete already in this step: call zero\(\) between"):
+        pipeline.step(range(2))
+
+
+def test_a_second_step_of_a_pipeline_before_that_of_the_optimizer_is_explained() -> None:
+    stage = Faulty(0, last=True)
+    optimizer = ShardedAdamW(
+        [ParamSpec("w", stage.weight, False, False)],
+        Mesh.create(plan_mesh(1)),
+        AdamWConfig(lr=0.1),
+        1,
+    )
+    pipeline = Pipeline({0: stage}, Mesh.create(plan_mesh(1)), optimizer)
+    pipeline.step(range(2))
+    with pytest.raises(StageError, match=r"another Pipeline.step\(\) without the optimizer's"):
+        pipeline.step(range(2))
 
 
 def run_on_own_edges(group, name, pp, world):

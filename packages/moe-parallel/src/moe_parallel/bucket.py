@@ -109,7 +109,8 @@ class Bucket:
             raise RuntimeError(
                 f"a gradient came after those of its bucket were reduced ({names}): a parameter "
                 "is used outside of the blocks given to overlap(), or there was another backward "
-                "after the one marked as last"
+                "after the one marked as last, or another Pipeline.step() without the optimizer's "
+                "step() or zero_grad() between"
             )
         if self._main_grad_P is None:
             # Zero, since what lies between the parameters is reduced with them.

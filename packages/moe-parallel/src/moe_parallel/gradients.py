@@ -34,6 +34,10 @@ class GradientTarget(Protocol):
         """Take note that only ``ready`` tells when these are complete: stages share them."""
         ...
 
+    def abandon(self) -> None:
+        """Drop the gradients of a step that some rank did not finish. Every rank calls this."""
+        ...
+
     def accumulate(self, parameters: Iterable[Parameter] | None = None) -> None:
         """Take over ``.grad`` of these parameters, or of all, and clear it."""
         ...
@@ -122,10 +126,18 @@ class Gradients:
             if name is None:
                 continue
             if name in self._complete:
-                raise RuntimeError(f"{name} was complete already in this step")
+                raise RuntimeError(
+                    f"{name} was complete already in this step: call zero() between two steps"
+                )
             self._complete.add(name)
             if self._on_ready is not None:
                 self._on_ready(name, self.main_grads[name])
+
+    def abandon(self) -> None:
+        """Drop the gradients of a step that was not finished, those in ``.grad`` too."""
+        self.zero()
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def zero(self) -> None:
         """Begin the next step."""

@@ -299,6 +299,19 @@ class ShardedAdamW:
         if self._blocks is not None:
             self._blocks.restart()
 
+    @torch.no_grad()
+    def abandon(self) -> None:
+        """Drop the gradients of a step that some rank did not finish; a pipeline does so itself.
+
+        A collective call of all ranks. Each begins what it has not begun yet, as others may wait
+        in sums that it never came to, and drops the results.
+        """
+        for bucket in self._trained:
+            for parameter in bucket.parameters:
+                parameter.grad = None
+        self._launcher.flush()
+        self.zero_grad()
+
     def launches(self) -> list[tuple[str, int]]:
         """Return what this rank has begun to reduce in this step, in order: names and elements."""
         return list(self._launcher.history)

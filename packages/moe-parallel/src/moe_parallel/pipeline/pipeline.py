@@ -109,7 +109,8 @@ class Pipeline:
             micros: What stages are called with. A rank may fill in only what its stages read.
 
         Raises:
-            StageError: On every rank, if a stage raised on any.
+            StageError: On every rank, if a stage raised on any. The gradients of this step are
+                dropped then, and another step can follow.
             MismatchError: If ranks of the pipeline were given different numbers of microbatches.
         """
         self._check_same_number(len(micros))
@@ -153,7 +154,12 @@ class Pipeline:
         wire = Wire(schedule, self._links, rank, self._device)
         step = Step(schedule, rank, self._stages, micros, wire, target, self._watch)
         failed = step.run()
-        self._settle(failed)
+        try:
+            self._settle(failed)
+        except StageError as error:
+            if target is not None:
+                _abandon(target, error)
+            raise
         return step.outcome
 
     def _settle(self, failed: tuple[Failure, BaseException | None] | None) -> None:
@@ -214,3 +220,11 @@ def _refusal(
             "frozen then); its gradients would pile up. Name it there, or freeze it"
         )
     return None
+
+
+def _abandon(target: GradientTarget, error: StageError) -> None:
+    try:
+        target.abandon()
+    except Exception as another:
+        # A broken device, say. What broke it is the news.
+        error.add_note(f"the gradients could not be dropped: {type(another).__name__}: {another}")
