@@ -120,3 +120,14 @@ def test_a_new_target_gets_the_gradients_that_an_old_one_had_sinks_for(later) ->
     model(torch.ones(1, 2)).sum().backward()
     assert model[0].weight.grad.tolist() == [[1, 1]]
     assert not old.main_grads["0.weight"].any()
+
+
+def test_values_loaded_late_into_bfloat16_last_if_they_go_through_the_shards() -> None:
+    model = nn.Linear(2, 1, bias=False).bfloat16()
+    optimizer = optimizer_of(model)
+    for shard in optimizer.shards():
+        shard.data.fill_(7 if shard.kind == "master" else 0)
+    optimizer.loaded(0)
+    assert model.weight.tolist() == [[7, 7]]
+    optimizer.step(lr=0.0)
+    assert model.weight.tolist() == [[7, 7]]

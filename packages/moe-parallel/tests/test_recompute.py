@@ -307,3 +307,17 @@ def test_what_follows_may_write_to_the_output_in_place() -> None:
             y.sum().backward()
             grads.append(x.grad)
         assert torch.equal(*grads)
+
+
+def test_numbers_of_a_generator_of_ones_own_are_drawn_once_in_replayed() -> None:
+    grads = []
+    for again in (False, True):
+        own = torch.Generator().manual_seed(0)
+        x = torch.ones(5, requires_grad=True)
+
+        def part(x, own=own):
+            return x * replayed(lambda: torch.rand(5, generator=own))
+
+        (recompute(part, x) if again else part(x)).sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
