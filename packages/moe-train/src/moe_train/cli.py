@@ -13,7 +13,7 @@ from moe_train.corpus import CorpusError
 from moe_train.errors import RunError
 from moe_train.launch import launch
 from moe_train.load_config import ConfigError, load_config
-from moe_train.ranks import rank_info
+from moe_train.ranks import leave, rank_info
 from moe_train.report import write_report
 from moe_train.run import prepare, run
 
@@ -66,6 +66,7 @@ def _run(argv: list[str]) -> int:
         prepare(config, config.nproc)  # a refusal is said once, before any rank starts
         return launch(argv, config.nproc)
     run(config, rank_info())
+    leave()
     return 0
 
 
