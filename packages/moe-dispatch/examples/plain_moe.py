@@ -74,3 +74,5 @@ if __name__ == "__main__":
         dist.init_process_group("gloo")
     losses = train(dist.group.WORLD if dist.is_initialized() else None)
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")  # noqa: T201
+    if dist.is_initialized():
+        dist.destroy_process_group()
