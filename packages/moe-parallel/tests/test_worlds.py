@@ -32,7 +32,9 @@ from torch import nn
 
 create_mesh = functools.cache(Mesh.create)
 V, D, E, HIDDEN, LAYERS, SEQUENCES, LENGTH = 13, 7, 8, 5, 5, 8, 3
-CONFIG = AdamWConfig(lr=0.02, max_norm=0.5)
+# At eps 1e-8 the rounding of a gradient near zero, which depends on the order of the sum, would be
+# divided by itself and decide the sign of a whole update.
+CONFIG = AdamWConfig(lr=0.02, max_norm=0.5, eps=1e-4)
 
 
 @pytest.fixture(scope="module")
@@ -280,8 +282,7 @@ WORLDS = [
     st.sampled_from(WORLDS),
 )
 def test_every_layout_is_one_process_also_after_moving_to_another(pool8, case, moved) -> None:
-    # Sums in another order, divided by the root of a small second moment: 1.07e-6 was seen.
-    tolerance = 1e-10 if case["dtype"] == "float64" else 3e-6
+    tolerance = 1e-10 if case["dtype"] == "float64" else 1e-6
     history = reference(case["dtype"], case["poisoned"])
     load = None
     for first, world in ((0, case["world"]), (2, moved)):
