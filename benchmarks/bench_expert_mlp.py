@@ -25,6 +25,7 @@ from common import (
     experts,
     machine,
     milliseconds,
+    peak_rate,
     write,
 )
 from moe_kernels import expert_mlp
@@ -50,13 +51,6 @@ def torch_layer(
     weight_N1 = weight_TK.view(-1).index_select(0, order_N)[:, None]
     y_ND = (y_ND.float() * weight_N1).to(x_TD.dtype)
     return torch.zeros_like(x_TD).scatter_add(0, token_N1.expand_as(y_ND), y_ND)
-
-
-def peak_rate() -> float:
-    """FLOP/s of a large square product."""
-    n = 8192
-    a, b = (torch.randn(n, n, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * n**3 / milliseconds(lambda: a @ b, 5) * 1e3
 
 
 def floors(T: int, shape: Shape, flops: float, bandwidth: float) -> tuple[float, float]:

@@ -93,6 +93,13 @@ def copy_bandwidth(gigabytes: float = 2.0) -> float:
     return 2 * gigabytes / milliseconds(lambda: target.copy_(source), 5) * 1e3
 
 
+def peak_rate() -> float:
+    """FLOP/s of a large square product."""
+    n = 8192
+    a, b = (torch.randn(n, n, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * n**3 / milliseconds(lambda: a @ b, 5) * 1e3
+
+
 def experts(routing: str, num_tokens: int, E: int, K: int, seed: int = 0) -> Tensor:
     """Return int32 ``expert_TK``.
 
