@@ -57,3 +57,10 @@ def make_trainer(config: RunConfig) -> Trainer:
 def trainer_of():
     """Return the function that makes a trainer."""
     return make_trainer
+
+
+@pytest.fixture
+def alone(monkeypatch) -> None:
+    """Make this process one that no launcher started, whatever started the tests."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
