@@ -13,9 +13,10 @@ from moe_train.corpus import CorpusError
 from moe_train.errors import RunError
 from moe_train.launch import launch
 from moe_train.load_config import ConfigError, load_config
+from moe_train.prepare import prepare
 from moe_train.ranks import leave, rank_info
 from moe_train.report import write_report
-from moe_train.run import prepare, run
+from moe_train.run import run
 
 USAGE = """usage: moe-train COMMAND [OPTIONS]
 

@@ -1,29 +1,27 @@
 """The main job: find the run or begin it, train, validate, save, and report.
 
 Read ``run`` first: it is the life of a run in order. Everything that can be refused is refused in
-``prepare``, before any work.
+``prepare.py``, before any work.
 """
 
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any, NamedTuple
 
 import torch
 from moe_ckpt import DamageError
-from moe_parallel import Mesh, MeshPlan, check_same, plan_mesh
+from moe_parallel import Mesh, check_same
 
 from moe_train.checkpoints import Checkpoints
 from moe_train.config import RunConfig
 from moe_train.console import Console
-from moe_train.corpus import Corpus, load_corpus, reference_losses
-from moe_train.data import Sequences
+from moe_train.corpus import reference_losses
+from moe_train.counts import Counts
 from moe_train.environment import environment
 from moe_train.errors import RunError
-from moe_train.folder import RunFolder
 from moe_train.load_config import to_toml
 from moe_train.metrics import MetricsLog
+from moe_train.prepare import Prepared, prepare
 from moe_train.ranks import RankInfo, join, pick_device
 from moe_train.report import write_report
 from moe_train.resume import check_continuation, find_state, target_step
@@ -33,55 +31,6 @@ from moe_train.trainer import StepResult, Trainer, param_specs
 
 MAX_SKIPPED = 20
 """Steps in a row with a gradient that is not finite, after which a run gives up."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What is known before any work.
-
-    Attributes:
-        plan: The mesh.
-        corpus: The text.
-        train: Sequences to train on.
-        held_out: Sequences to validate on.
-        folder: The run's folder.
-        state: State of the checkpoint to continue from, or None at the beginning.
-    """
-
-    plan: MeshPlan
-    corpus: Corpus
-    train: Sequences
-    held_out: Sequences
-    folder: RunFolder
-    state: dict[str, Any] | None
-
-
-def prepare(config: RunConfig, world_size: int) -> Prepared:
-    """Check everything that can be checked before work begins.
-
-    Raises:
-        MeshError: If the ranks cannot be divided as asked.
-        CorpusError: If there is no text.
-        RunError: If the batch cannot be divided, the folder not be used, the run not continued.
-    """
-    mesh = config.mesh
-    plan = plan_mesh(
-        world_size,
-        pp=mesh.pp,
-        ep=mesh.ep,
-        num_experts=config.model.num_experts,
-        num_layers=config.model.num_layers,
-        nvlink_domain=mesh.nvlink_domain,
-    )
-    config.check_batch(plan.dp)
-    corpus = load_corpus(config.data.path, config.data.suffix, exclude=config.run_dir)
-    train = Sequences(corpus.train, config.data.sequence_length)
-    held_out = Sequences(corpus.held_out, config.data.sequence_length)
-    folder = RunFolder(config.run_dir)
-    state = find_state(folder)
-    if state is not None:
-        check_continuation(state, config, corpus)
-    return Prepared(plan, corpus, train, held_out, folder, state)
 
 
 def run(config: RunConfig, info: RankInfo) -> None:
@@ -103,26 +52,6 @@ def _start_of(config: RunConfig, prepared: Prepared) -> str:
     settings = sha256(repr(config).encode()).hexdigest()[:12]
     found = "no checkpoint" if prepared.state is None else f"step {prepared.state['steps_done']}"
     return f"settings {settings}, text {prepared.corpus.digest[:12]}, {found}"
-
-
-class Counts(NamedTuple):
-    """What is counted at every step, int64 without axes.
-
-    Attributes:
-        in_a_row: Updates skipped up to now, without one between them that was not.
-        skipped: Updates skipped since the last record.
-        unrouted: Tokens that a router could not route since the last record.
-    """
-
-    in_a_row: torch.Tensor
-    skipped: torch.Tensor
-    unrouted: torch.Tensor
-
-    def after(self, result: StepResult) -> "Counts":
-        """Return the counts after one more step."""
-        skipped = result.skipped.long()
-        unrouted = self.unrouted + result.num_bad.round().long()
-        return Counts((self.in_a_row + 1) * skipped, self.skipped + skipped, unrouted)
 
 
 class Job:

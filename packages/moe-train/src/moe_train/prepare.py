@@ -1,0 +1,61 @@
+"""Everything that can be found out and refused before any work."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from moe_parallel import MeshPlan, plan_mesh
+
+from moe_train.config import RunConfig
+from moe_train.corpus import Corpus, load_corpus
+from moe_train.data import Sequences
+from moe_train.folder import RunFolder
+from moe_train.resume import check_continuation, find_state
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is known before any work.
+
+    Attributes:
+        plan: The mesh.
+        corpus: The text.
+        train: Sequences to train on.
+        held_out: Sequences to validate on.
+        folder: The run's folder.
+        state: State of the checkpoint to continue from, or None at the beginning.
+    """
+
+    plan: MeshPlan
+    corpus: Corpus
+    train: Sequences
+    held_out: Sequences
+    folder: RunFolder
+    state: dict[str, Any] | None
+
+
+def prepare(config: RunConfig, world_size: int) -> Prepared:
+    """Check everything that can be checked before work begins.
+
+    Raises:
+        MeshError: If the ranks cannot be divided as asked.
+        CorpusError: If there is no text.
+        RunError: If the batch cannot be divided, the folder not be used, the run not continued.
+    """
+    mesh = config.mesh
+    plan = plan_mesh(
+        world_size,
+        pp=mesh.pp,
+        ep=mesh.ep,
+        num_experts=config.model.num_experts,
+        num_layers=config.model.num_layers,
+        nvlink_domain=mesh.nvlink_domain,
+    )
+    config.check_batch(plan.dp)
+    corpus = load_corpus(config.data.path, config.data.suffix, exclude=config.run_dir)
+    train = Sequences(corpus.train, config.data.sequence_length)
+    held_out = Sequences(corpus.held_out, config.data.sequence_length)
+    folder = RunFolder(config.run_dir)
+    state = find_state(folder)
+    if state is not None:
+        check_continuation(state, config, corpus)
+    return Prepared(plan, corpus, train, held_out, folder, state)
