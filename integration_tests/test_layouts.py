@@ -57,7 +57,7 @@ class Padded(Sequences):
 
 def train_padded(group: dist.ProcessGroup, config: RunConfig, steps: int) -> list[list[float]]:
     trainer = make_trainer(group, config)
-    trainer.train_sequences = Padded(trainer.train_sequences.text, config.data.sequence_length)
+    trainer.train_sequences = Padded(trainer.train_sequences.tokens, config.data.sequence_length)
     results = [trainer.step() for _ in range(steps)]
     return [[float(r.loss), float(r.balance_loss), float(r.grad_norm)] for r in results]
 

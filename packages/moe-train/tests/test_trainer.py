@@ -44,7 +44,7 @@ def test_microbatches_change_no_gradient_and_no_logged_value(
         results = []
         for trainer in trainers:
             if padded:
-                trainer.train_sequences = Padded(trainer.train_sequences.text, 16)
+                trainer.train_sequences = Padded(trainer.train_sequences.tokens, 16)
             results.append(trainer.step())
         for name, want, got in zip(results[0]._fields, *results, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12, msg=f"{name} {step}")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_train.config import RunConfig
-from moe_train.data import Sequences, rank_share, visiting_order
+from moe_train.data import SequenceSource, rank_share
 from moe_train.model import Sums, Transformer
 
 _EXPERT_MATRICES = (".moe.gate_up", ".moe.down")
@@ -68,12 +68,13 @@ class Trainer:
         config: RunConfig,
         mesh: Mesh,
         device: torch.device,
-        train: Sequences,
-        held_out: Sequences,
+        train: SequenceSource,
+        held_out: SequenceSource,
     ):
         config.check_batch(mesh.plan.dp)
         self.config, self.mesh, self.device = config, mesh, device
-        self.train_sequences, self.held_out = train, held_out
+        self.train_sequences: SequenceSource = train
+        self.held_out: SequenceSource = held_out
         self.steps_done = self.samples_seen = 0
         dtype = getattr(torch, config.train.dtype)
         self.model = Transformer(
@@ -167,12 +168,8 @@ class Trainer:
         self.steps_done, self.samples_seen = steps_done, samples_seen
 
     def _next_samples(self) -> NDArray[np.int64]:
-        numbers = visiting_order(
-            self.samples_seen,
-            self.config.train.batch_size,
-            self.train_sequences.count,
-            self.config.data.seed,
-        )
+        c = self.config
+        numbers = self.train_sequences.order(self.samples_seen, c.train.batch_size, c.data.seed)
         return rank_share(numbers, self.mesh.dp_rank, self.mesh.plan.dp)
 
     def _update_bias(self, count_LE: Tensor, skipped: Tensor) -> None:
