@@ -26,7 +26,16 @@ B     blocks of 32 values that share one MXFP8 scale
 from moe_kernels.backend import Backend, backend
 from moe_kernels.gemm import grouped_mm, grouped_mm_dw
 from moe_kernels.mlp import expert_mlp, grouped_mlp
-from moe_kernels.mxfp8 import MXTensor, dequantize, quantize
+from moe_kernels.mxfp8 import (
+    MXTensor,
+    dequantize,
+    quantize,
+    quantize_both,
+    quantize_columns,
+    quantize_dswiglu,
+    quantize_routed,
+    quantize_swiglu,
+)
 from moe_kernels.routing import (
     Groups,
     Routing,
@@ -53,6 +62,11 @@ __all__ = [
     "grouped_mm",
     "grouped_mm_dw",
     "quantize",
+    "quantize_both",
+    "quantize_columns",
+    "quantize_dswiglu",
+    "quantize_routed",
+    "quantize_swiglu",
     "route",
     "update_bias",
     "z_loss",
