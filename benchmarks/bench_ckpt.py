@@ -21,13 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
+import safetensors
 import torch
 import torch.distributed.checkpoint as dcp
 from common import machine, write
 from moe_ckpt import AsyncSaver, load, save
+from moe_ckpt.manifest import producers
 from moe_ckpt.testing import ArrayShard
 from moe_ckpt.torch_adapter import PinnedArena
 from safetensors.torch import load_file, save_file
@@ -274,7 +275,7 @@ def main() -> None:
     place = options.place or Path(tempfile.gettempdir())
     where = machine()
     del where["triton"]
-    where |= {n: version(n) for n in ("tensorstore", "safetensors", "numpy", "moe-ckpt")}
+    where |= {"safetensors": safetensors.__version__, **producers()}
     where |= {"place": str(place), "processors": str(os.cpu_count())}
     where["load"] = " ".join(f"{x:.1f}" for x in os.getloadavg())
     where["free_disk_gb"] = f"{shutil.disk_usage(place).free / 1e9:.0f}"

@@ -2,8 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -14,8 +12,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from moe_ckpt import (
     AsyncSaver,
     CoverageError,
@@ -32,7 +28,6 @@ from moe_ckpt import (
     verify,
     writer,
 )
-from moe_ckpt.snapshot import ALIGNMENT, place
 from moe_ckpt.testing import ArrayShard, cut, run_ranks
 from moe_ckpt.torch_adapter import PinnedArena, background_communicator
 
@@ -126,38 +121,6 @@ def test_storages_that_moved_between_saves_are_followed(tmp_path, arena) -> None
     equal(held(paths[1]), state_of(1))
 
 
-@settings(max_examples=15)
-@given(
-    st.lists(st.tuples(st.integers(0, 40), st.sampled_from([np.float32, np.float64])), max_size=6),
-    st.sampled_from(sorted(ARENAS)),
-)
-def test_a_snapshot_is_a_copy_bit_for_bit_whatever_it_held_before(shapes, arena) -> None:
-    buffer, shards_of = ARENAS[arena]
-    rng, memory = np.random.default_rng(0), buffer()
-    for _ in range(3):
-        arrays = {
-            (f"t{at}", "master"): rng.integers(0, 2**32, size, np.uint64).astype(dtype)
-            for at, (size, dtype) in enumerate(shapes)
-        }
-        want = {key: array.tobytes() for key, array in arrays.items()}
-        snapshot = memory.hold(shards_of(cut(arrays, 0, 1)))
-        for array in arrays.values():
-            array[:] = -1
-        snapshot.ready()
-        assert [view.data.tobytes() for view in snapshot.views] == list(want.values())
-        assert [view.data.dtype for view in snapshot.views] == [dtype for _, dtype in shapes]
-        rng.shuffle(shapes)
-
-
-@given(st.lists(st.integers(0, 1000), max_size=8))
-def test_blocks_lie_apart_and_aligned(sizes) -> None:
-    offsets, total = place(sizes)
-    ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
-    assert all(offset % ALIGNMENT == 0 for offset in offsets)
-    assert all(end <= start for end, start in zip(ends, [*offsets[1:], total], strict=bool(sizes)))
-    assert total < sum(sizes) + ALIGNMENT * len(sizes) + 1
-
-
 @pytest.mark.parametrize("call", ["check", "wait", "save", "close", "exit"])
 def test_a_failure_surfaces_at_the_next_call_whichever_it_is(tmp_path, call, caplog) -> None:
     save(tmp_path, cut(state_of(1), 0, 1), step=1, state={})
@@ -218,38 +181,6 @@ def test_what_this_rank_got_wrong_is_raised_at_once_and_nothing_is_begun(tmp_pat
     saver.save(good, step=1, state={})
     with pytest.raises(StepExistsError):
         saver.wait()
-
-
-def test_tensors_are_checked_before_they_are_copied() -> None:
-    def attempt(tensor, match, stop=6):
-        with pytest.raises(ShardError, match=match):
-            PinnedArena().hold([ArrayShard("w", "master", (6,), 0, stop, tensor)])
-
-    attempt(torch.zeros(6, dtype=torch.bfloat16), r"w/master: data is torch\.bfloat16")
-    attempt(torch.zeros(12)[::2], r"strides \(2,\)")
-    attempt(torch.zeros(2, 3), "2 axes")
-    attempt(torch.zeros(5), r"shape \(5,\), the interval \[0, 6\) needs \(6,\)")
-    arena = PinnedArena(limit=10)
-    with pytest.raises(HostMemoryError, match="takes 64 bytes of host memory and 10 are allowed"):
-        arena.hold([ArrayShard("w", "master", (6,), 0, 6, torch.zeros(6))])
-    assert arena.nbytes == 0
-
-
-@pytest.mark.parametrize("arena", ARENAS)
-def test_the_buffer_is_used_again_and_grows_only_when_it_must(arena) -> None:
-    buffer, shards_of = ARENAS[arena]
-    memory = buffer()
-    memory.reserve(1 << 20)
-    addresses = set()
-    for size in (100, 100_000, 1 << 18):
-        shards = cut({("w", "master"): np.zeros(size, np.float32)}, 0, 1)
-        addresses.add(memory.hold(shards_of(shards)).views[0].data.ctypes.data)
-    assert len(addresses) == 1
-    assert memory.nbytes == 1 << 20
-    memory.reserve(2 << 20)
-    assert memory.nbytes == 2 << 20
-    memory.close()
-    assert memory.nbytes == 0
 
 
 def outcome(work):
@@ -355,48 +286,6 @@ def test_torch_ranks_save_while_their_group_communicates(pool, tmp_path) -> None
         equal(held(tmp_path / f"step-0000000{step}"), state_of(step))
 
 
-FLAT = """
-import os, sys
-import numpy as np
-from moe_ckpt import AsyncSaver
-from moe_ckpt.testing import cut
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
-arrays = {(f"layers.{n}.w", k): np.full((4, 256, 1024), n, np.float32)
-          for n in range(4) for k in ("master", "exp_avg")}  # 32 MiB
-with AsyncSaver(sys.argv[1], keep=1) as saver:
-    for step in range(int(sys.argv[2])):
-        saver.save(cut(arrays, 0, 1), step=step, state={})
-        saver.wait()
-        sys.stdout.write(f"{resident()}\\n")
-"""
-
-
-def test_resident_memory_is_flat_over_30_saves(tmp_path) -> None:
-    command = [sys.executable, "-c", FLAT, str(tmp_path), "30"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    resident = [float(line) for line in done.stdout.split()]
-    assert len(resident) == 30
-    # What is kept of each save would be 32 MiB: 27 of them are 864.
-    assert max(resident[3:]) - resident[2] < 16, resident
-
-
-LEFT = """
-import sys
-import numpy as np
-from moe_ckpt import AsyncSaver
-from moe_ckpt.testing import cut
-saver = AsyncSaver(sys.argv[1])
-saver.save(cut({("w", "master"): np.ones((64, 256, 256))}, 0, 1), step=1, state={})
-"""
-
-
-def test_a_process_that_ends_without_waiting_still_has_its_checkpoint(tmp_path) -> None:
-    subprocess.run([sys.executable, "-c", LEFT, str(tmp_path)], check=True)
-    assert (held(tmp_path / "step-00000001")["w", "master"] == 1).all()
-
-
 def test_an_error_on_its_way_out_is_not_hidden_by_that_of_a_save(tmp_path) -> None:
     def train() -> None:
         with AsyncSaver(tmp_path) as saver:
@@ -423,12 +312,3 @@ def test_what_is_queued_after_the_call_does_not_change_the_file(tmp_path) -> Non
             got = held(saver.wait())
             for at, key in enumerate(live):
                 assert (got[key] == at + 100 * step).all()
-
-
-@pytest.mark.gpu
-def test_the_pinned_buffer_is_page_locked_and_not_rounded_up() -> None:
-    arena = PinnedArena()
-    arena.reserve((1 << 20) + 64)
-    assert arena.nbytes == (1 << 20) + 64
-    assert arena._memory.is_pinned()
-    arena.close()

@@ -1,6 +1,7 @@
 """Every layout reads what every other wrote, and the run that goes on from it is the same run."""
 
 import hashlib
+import importlib.metadata
 import os
 import tempfile
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from moe_ckpt import load, open_checkpoint, save
+from moe_ckpt import load, open_checkpoint, save, verify
 from moe_ckpt.testing import ArrayShard, blank, run_ranks
 
 LAYERS, EXPERTS, D, F = 4, 8, 6, 5
@@ -187,6 +188,16 @@ def test_the_manifest_tells_the_configuration_and_who_made_the_bytes(tmp_path) -
     assert found[0].config_sha256 == hashlib.sha256(text).hexdigest()
     assert found[0].producers["numpy"] == np.__version__
     assert set(found[0].producers) == {"moe-ckpt", "numpy", "tensorstore"}
+
+
+def test_a_source_tree_that_was_not_installed_saves_and_says_so(tmp_path, monkeypatch) -> None:
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    path = save(tmp_path, Mesh(1, 1, 1).shards(beginning(), 0), step=0, state={})
+    assert set(open_checkpoint(path).manifest.producers.values()) == {"from a source tree"}
+    assert verify(path).step == 0
 
 
 def test_zarr_python_reads_every_tensor(tmp_path) -> None:

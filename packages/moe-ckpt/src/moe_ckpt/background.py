@@ -9,9 +9,10 @@ from typing import Any, Self
 
 from moe_ckpt.comm import Alone, Communicator, Together
 from moe_ckpt.manifest import state_bytes
-from moe_ckpt.objects import Place
+from moe_ckpt.objects import ObjectPath, Place, as_place
 from moe_ckpt.shard import Shard
 from moe_ckpt.snapshot import HostArena, HostBuffer, Snapshot
+from moe_ckpt.threads import Standby
 from moe_ckpt.writer import Call, save_views
 
 logger = logging.getLogger(__name__)
@@ -64,10 +65,11 @@ class AsyncSaver:
         keep: int | None = 2,
         overwrite: bool = False,
     ):
-        self.root, self.comm = root, comm or Alone()
+        self.root, self.comm = as_place(root), comm or Alone()
         self.buffer: HostBuffer = HostArena() if buffer is None else buffer
         self.keep, self.overwrite = keep, overwrite
         self._thread: threading.Thread | None = None
+        self._standby: Standby | None = None
         self._error: BaseException | None = None
         self._path: Place | None = None
 
@@ -137,6 +139,9 @@ class AsyncSaver:
             self.wait()
         finally:
             self.buffer.close()
+            if self._standby is not None:
+                self._standby = None
+                Standby.dismiss()
 
     def __enter__(self) -> Self:
         return self
@@ -162,7 +167,10 @@ class AsyncSaver:
         call: Call | None,
         error: BaseException | None,
     ) -> None:
-        # Not a daemon: a program that comes to its end has its last checkpoint.
+        # Not a daemon: a program that comes to its end has its last checkpoint. What the save needs
+        # beside it has to be there by then; files need nothing, an object store a lease.
+        if self._standby is None and isinstance(self.root, ObjectPath):
+            self._standby = Standby()
         self._thread = threading.Thread(
             target=self._run, args=(step, snapshot, call, error), name=f"save of step {step}"
         )

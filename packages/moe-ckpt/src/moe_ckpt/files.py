@@ -1,5 +1,6 @@
 """Files that survive a crash: durable writes, atomic exchange, one writer at a time."""
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -9,10 +10,12 @@ import os
 import shutil
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from moe_ckpt import threads
 from moe_ckpt.errors import RootLockedError
 
 LOCK = ".lock"
@@ -33,21 +36,21 @@ def sync(path: Path) -> None:
 
 def sync_all(paths: Sequence[Path], at_once: int = 8) -> None:
     """Make many files or directories durable; a file system commits neighbours together."""
-    errors: list[BaseException] = []
+    left, errors = deque(paths), list[BaseException]()
 
-    def work(mine: Sequence[Path]) -> None:
-        try:
-            for path in mine:
-                sync(path)
-        except BaseException as error:
-            errors.append(error)
+    def work() -> None:
+        with contextlib.suppress(IndexError):  # another thread took the last one
+            while left and not errors:
+                try:
+                    sync(left.popleft())
+                except BaseException as error:
+                    errors.append(error)
 
-    # Threads and no pool of them: a pool takes no work while the interpreter waits, at its end,
-    # for the thread that saves in the background.
-    threads = [threading.Thread(target=work, args=(paths[i::at_once],)) for i in range(at_once)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
+    # This thread works too: near the end of the interpreter it may be the only one.
+    helpers = [threading.Thread(target=work) for _ in range(min(at_once, len(paths)) - 1)]
+    helpers = [thread for thread in helpers if threads.start(thread)]
+    work()
+    for thread in helpers:
         thread.join()
     if errors:
         raise errors[0]

@@ -12,11 +12,13 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 from moe_ckpt.errors import RootLockedError
 from moe_ckpt.objects import ObjectPath
+from moe_ckpt.threads import beside
 
 BEAT_SECONDS = 5.0
 LEASE_SECONDS = 20.0
@@ -41,7 +43,7 @@ class Lease:
         self._me = {**me, "lease": nonce}
         self._beats, self._seen = 0, b""
         self._lock, self._end = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._join: Callable[[], None] | None = None
 
     def __enter__(self) -> Self:
         found = self.place.store.read(self.place.key).result()
@@ -58,7 +60,11 @@ class Lease:
         self._seen = found.stamp.generation
         if not self._write():
             raise self._refused(b"a process that was faster")
-        self._thread.start()
+        try:
+            self._join = beside(self._keep, "lease")
+        except RuntimeError:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
@@ -68,7 +74,8 @@ class Lease:
         at: TracebackType | None,
     ) -> None:
         self._end.set()
-        self._thread.join()
+        if self._join is not None:
+            self._join()
         try:
             self.place.store.write(self.place.key, None, if_equal=self._seen).result()
         except ValueError as failure:  # the save stands; the next one waits for the lease to end

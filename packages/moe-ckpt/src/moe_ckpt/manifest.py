@@ -88,7 +88,7 @@ def small_files(
         "config_sha256": _config_digest(state),
         "checksums": {"bytes": len(checksums), "sha256": sha256(checksums)},
         "format": "moe-ckpt",
-        "producers": {name: _version(name) for name in PRODUCERS},
+        "producers": producers(),
         "sequence": sequence,
         "state": {"bytes": len(state), "sha256": sha256(state)},
         "step": step,
@@ -178,6 +178,11 @@ def _config_digest(state: bytes) -> str | None:
     # Equal configurations can be told without comparing them; whose they are is not known here.
     config = json.loads(state).get("config")
     return None if config is None else sha256(to_json(config))
+
+
+def producers() -> dict[str, str]:
+    """Return the versions of the packages that the bytes of a checkpoint come from."""
+    return {name: _version(name) for name in PRODUCERS}
 
 
 def _version(name: str) -> str:
