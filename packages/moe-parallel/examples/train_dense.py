@@ -72,5 +72,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    moe.leave()

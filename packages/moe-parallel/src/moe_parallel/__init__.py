@@ -15,7 +15,7 @@ from moe_parallel.diagnostics import (
 )
 from moe_parallel.gradients import Gradients, GradientTarget
 from moe_parallel.layout import ParamSpec
-from moe_parallel.mesh import Mesh
+from moe_parallel.mesh import Mesh, leave
 from moe_parallel.mesh_plan import MeshError, MeshPlan, plan_mesh
 from moe_parallel.muon import MuonConfig
 from moe_parallel.ownership import OwnershipError, check_mesh, check_ownership
@@ -59,6 +59,7 @@ __all__ = [
     "check_ownership",
     "check_same",
     "find_desync",
+    "leave",
     "make_schedule",
     "plan_mesh",
     "recompute",

@@ -1,5 +1,6 @@
 """This rank's place in a mesh, and the process groups it belongs to."""
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -152,6 +153,20 @@ def make_groups(
         new = dist.new_group(global_ranks, backend=backend)
         made.append(new if rank in ranks and isinstance(new, dist.ProcessGroup) else None)
     return made
+
+
+def leave() -> None:
+    """Leave all process groups, as the last thing that a program does with them.
+
+    What hooks tie into cycles, such as an optimizer, its model and their mesh, is collected first:
+    a group that somebody still holds keeps its threads through ``destroy_process_group``, and one
+    of gloo's that runs into the interpreter's end aborts the process ("terminate called without an
+    active exception": 2 of 8 ends of four ranks on two busy cores with torch 2.11, 0 of 12 since).
+    Without process groups this does nothing.
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _checked_rank(plan: MeshPlan, rank: int | None, group: dist.ProcessGroup | None) -> int:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from moe_ckpt import CheckpointError
-from moe_parallel import MeshError, MismatchError
+from moe_parallel import MeshError, MismatchError, leave
 from torch.distributed import DistError
 
 from moe_train.config import RunConfig
@@ -14,7 +14,7 @@ from moe_train.errors import RunError
 from moe_train.launch import launch
 from moe_train.load_config import ConfigError, load_config
 from moe_train.prepare import prepare
-from moe_train.ranks import leave, rank_info
+from moe_train.ranks import rank_info
 from moe_train.report import write_report
 from moe_train.run import run
 

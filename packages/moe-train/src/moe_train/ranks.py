@@ -88,12 +88,3 @@ def join(info: RankInfo, device: torch.device) -> None:
         dist.init_process_group(backend, timeout=TIMEOUT)
     except ValueError as error:
         raise RunError(f"rank {info.rank} cannot join the others: {error}") from error
-
-
-def leave() -> None:
-    """Leave the other ranks when all is done, so that their threads end before the interpreter.
-
-    What is left to the interpreter's end can meet threads that still run, and abort the process.
-    """
-    if dist.is_initialized():
-        dist.destroy_process_group()
