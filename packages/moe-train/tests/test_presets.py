@@ -49,7 +49,7 @@ def test_of_two_presets_the_last_counts_alone(presets) -> None:
         (["--preset", "../small"], "unknown preset"),
         (["--preset"], "--preset takes one name, got nothing"),
         (["--preset", "small", "wide"], "--preset takes one name, got small wide"),
-        (["--preset", "wrong"], r"wrong.toml: unknown key model.width"),
+        (["--preset", "wrong"], r"preset wrong: unknown key model.width"),
         (["--presett", "small"], "unknown option --presett; nearest: --preset"),
     ],
 )

@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from moe_train.config import OptimizerConfig, RoutingConfig
+from moe_train.config.kinds import harmless
 from moe_train.model import Block
 from moe_train.trainer import param_specs
 
@@ -58,6 +59,35 @@ def test_a_setting_changes_the_weights(config, trainer_of, section, name, value)
 
 def test_without_a_change_the_weights_are_the_same(config, trainer_of) -> None:
     assert same(*(weights_after_four_steps(trainer_of(config)) for _ in range(2)))
+
+
+HARMLESS = [
+    ("train", "microbatch_size", 2),
+    ("train", "recompute", True),
+    ("train", "threads", 2),
+    ("train", "eval_every", 1),
+    ("train", "eval_sequences", 3),
+    ("train", "save_every", 1),
+    ("train", "keep", 1),
+    ("train", "log_every", 3),
+    ("train", "sample_bytes", 0),
+]
+OF_PLACE = {"run_dir", "nproc", "train.device", "data.allow_changed"}
+OF_RANKS = {"mesh.ep", "mesh.pp", "mesh.nvlink_domain"}  # integration_tests/test_layouts.py
+
+
+@pytest.mark.parametrize(("section", "name", "value"), HARMLESS)
+def test_what_is_called_harmless_changes_weights_by_rounding_alone(
+    config, trainer_of, section, name, value
+) -> None:
+    changed = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    one, other = (weights_after_four_steps(trainer_of(c)) for c in (config, changed))
+    for key, weights in one.items():
+        torch.testing.assert_close(other[key], weights, rtol=1e-9, atol=1e-9)
+
+
+def test_every_setting_that_is_called_harmless_is_held_to_it() -> None:
+    assert {f"{where}.{name}" for where, name, _ in HARMLESS} | OF_PLACE | OF_RANKS == harmless()
 
 
 @pytest.mark.parametrize(

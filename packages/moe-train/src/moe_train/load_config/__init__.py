@@ -17,6 +17,7 @@ from moe_train.load_config.load import (
     load_config,
     load_with_sources,
     preset_names,
+    read_preset_tree,
     read_tree,
 )
 from moe_train.load_config.tree import diff_configs, from_dict, to_dict, to_toml
@@ -31,6 +32,7 @@ __all__ = [
     "load_config",
     "load_with_sources",
     "preset_names",
+    "read_preset_tree",
     "read_tree",
     "to_dict",
     "to_toml",

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from moe_train.load_config.explain import attributes_of
 from moe_train.load_config.names import nearest
 from moe_train.load_config.tree import Leaf, fields_of
 from moe_train.load_config.values import ConfigError, alternatives_of, describe
@@ -133,5 +134,8 @@ def mirror(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
         else:
             fields.append((field.name, kind, dataclasses.field(default=values[key])))
     copy = dataclasses.make_dataclass(cls.__name__, fields, kw_only=True)
-    copy.__doc__, copy.__module__ = cls.__doc__, cls.__module__
+    about = (cls.__doc__ or "").partition("\n")[0]
+    lines = [f"    {name}: {text}" for name, text in attributes_of(cls).items()]
+    copy.__doc__ = "\n".join([about, "", "Attributes:", *lines])
+    copy.__module__ = cls.__module__
     return copy

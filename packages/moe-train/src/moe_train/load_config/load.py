@@ -103,9 +103,10 @@ def load_with_sources(
         _help(cls, values, prog, description)
     given = split(argv, leaves)
     if given.preset is not None:
-        take(read_preset(given.preset, leaves), f"preset {given.preset}")
+        name = f"preset {given.preset}"
+        take(flatten(read_preset_tree(given.preset), leaves, name), name)
     for file in given.files:
-        take(_read_file(file, leaves), file)
+        take(flatten(read_tree(file), leaves, file), file)
     missing = [k for k, v in values.items() if v is dataclasses.MISSING and k not in given.flags]
     if missing:
         raise ConfigError(f"{missing[0]} has no default: set it in the file or with --{missing[0]}")
@@ -119,16 +120,16 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
-def read_preset(name: str, leaves: Mapping[str, Leaf]) -> dict[str, Any]:
-    """Return the leaves that a preset sets.
+def read_preset_tree(name: str) -> dict[str, Any]:
+    """Return what a preset sets, as nested plain values.
 
     Raises:
-        ConfigError: If there is no such preset, or it sets what is no leaf.
+        ConfigError: If there is no such preset.
     """
     if name not in (names := preset_names()):
         there = nearest(name, names) if names else "; there are none"
         raise ConfigError(f"unknown preset {name!r}{there}")
-    return _read_file(str(PRESETS / f"{name}.toml"), leaves)
+    return read_tree(str(PRESETS / f"{name}.toml"))
 
 
 def read_tree(file: str) -> dict[str, Any]:
@@ -143,10 +144,6 @@ def read_tree(file: str) -> dict[str, Any]:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
     except ValueError as error:  # not UTF-8, or not TOML
         raise ConfigError(f"{file} is not TOML: {one_line(error)}") from error
-
-
-def _read_file(file: str, leaves: Mapping[str, Leaf]) -> dict[str, Any]:
-    return flatten(read_tree(file), leaves, file)
 
 
 def _read(
