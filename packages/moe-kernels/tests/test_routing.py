@@ -184,6 +184,8 @@ def test_weights_are_differentiable_and_the_bias_moves_only_the_choice(
         ({"num_groups": 4, "top_groups": 1}, "got top_k=2 for 1 groups of 1"),
         ({"bias_E": torch.zeros(3)}, r"bias_E has shape \(3,\), E is 4"),
         ({"mask_T": torch.ones(3).bool()}, r"mask_T has shape \(3,\), T is 2"),
+        ({"mask_T": torch.ones(2).bool().to("meta")}, "mask_T is on meta, logits_TE on cpu"),
+        ({"bias_E": torch.zeros(4, device="meta")}, "bias_E is on meta, logits_TE on cpu"),
     ],
 )
 def test_errors_name_both_values_and_the_rule(options, message) -> None:

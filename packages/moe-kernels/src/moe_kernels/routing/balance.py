@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.routing.check import (
+    check_device,
     check_ids,
     check_logits,
     check_mask,
@@ -70,7 +71,8 @@ def balance_loss(
     check_router_dtype("score_TE", score_TE)
     T, E = score_TE.shape
     check_ids(expert_TK, E)
-    check_mask(mask_T, T)
+    check_device("expert_TK", expert_TK, "score_TE", score_TE)
+    check_mask(mask_T, T, "score_TE", score_TE)
     if expert_TK.shape[0] != T:
         raise ValueError(f"T differs: score_TE has {T} rows, expert_TK has {expert_TK.shape[0]}")
     length = T if tokens_per_sequence is None else tokens_per_sequence
@@ -88,8 +90,8 @@ def balance_loss(
     share_TE = share_TE.masked_fill(~valid_T[:, None], 0.0)
     share_SE = share_TE.unflatten(0, (T // length, length)).sum(dim=1)
     count_SE = _count(expert_TK.reshape(T // length, length * K), E).to(score_TE.dtype)
-    valid_S = valid_T.view(T // length, length).sum(dim=1).clamp(min=1)
-    return ((count_SE * share_SE).sum(dim=1) * E / (valid_S * K)).sum()
+    routes_S = valid_T.view(T // length, length).sum(dim=1) * K
+    return ((count_SE * share_SE).sum(dim=1) * E / routes_S.clamp(min=1)).sum()
 
 
 def z_loss(logits_TE: Tensor, *, mask_T: Tensor | None = None) -> Tensor:

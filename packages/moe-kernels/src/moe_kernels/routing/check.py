@@ -22,10 +22,17 @@ def check_router_dtype(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_mask(mask_T: Tensor | None, num_tokens: int) -> None:
-    """Raise unless the mask is None or one bool for each token."""
+def check_device(name: str, tensor: Tensor, of_name: str, of: Tensor) -> None:
+    """Raise unless both tensors are on one device: a kernel would read another one's addresses."""
+    if tensor.device != of.device:
+        raise ValueError(f"device differs: {name} is on {tensor.device}, {of_name} on {of.device}")
+
+
+def check_mask(mask_T: Tensor | None, num_tokens: int, of_name: str, of: Tensor) -> None:
+    """Raise unless the mask is None or one bool for each token, beside what it masks."""
     if mask_T is None:
         return
+    check_device("mask_T", mask_T, of_name, of)
     if mask_T.dtype != torch.bool:
         raise TypeError(f"mask_T must be bool (True: a real token), got {mask_T.dtype}")
     if mask_T.shape != (num_tokens,):
@@ -36,8 +43,10 @@ def check_logits(logits_TE: Tensor, mask_T: Tensor | None) -> None:
     """Raise unless the logits are a float32 or float64 matrix that the mask fits."""
     if logits_TE.ndim != 2:
         raise ValueError(f"logits_TE must have 2 axes, got shape {tuple(logits_TE.shape)}")
+    if logits_TE.shape[1] < 1:
+        raise ValueError(f"E must be at least 1, got logits_TE of shape {tuple(logits_TE.shape)}")
     check_router_dtype("logits_TE", logits_TE)
-    check_mask(mask_T, logits_TE.shape[0])
+    check_mask(mask_T, logits_TE.shape[0], "logits_TE", logits_TE)
 
 
 def check_route(
@@ -58,6 +67,7 @@ def check_route(
         raise ValueError(f"score must be 'softmax' or 'sigmoid', got {score!r}")
     if bias_E is not None:
         check_router_dtype("bias_E", bias_E)
+        check_device("bias_E", bias_E, "logits_TE", logits_TE)
         if bias_E.shape != (E,):
             raise ValueError(f"E differs: bias_E has shape {tuple(bias_E.shape)}, E is {E}")
     if num_groups < 1 or E % num_groups:
