@@ -137,8 +137,8 @@ def test_errors_name_both_values_and_the_rule() -> None:
         update_bias(torch.zeros(2), torch.zeros(3).long(), 1e-3)
     with pytest.raises(ValueError, match=r"must hold -1 \(masked\) or 0..2, got 0..3"):
         count_experts(torch.tensor([[0, 3]]), 3)
+    mask_T = torch.ones(4, dtype=torch.bool, device="meta")
     with pytest.raises(ValueError, match="mask_T is on meta, score_TE on cpu"):
-        mask_T = torch.ones(4, dtype=torch.bool, device="meta")
         balance_loss(torch.ones(4, 3), torch.zeros(4, 1).long(), mask_T=mask_T)
     with pytest.raises(ValueError, match=r"E must be at least 1, got logits_TE of shape \(3, 0\)"):
         z_loss(torch.zeros(3, 0))
