@@ -27,6 +27,25 @@ def text_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def tokenizer_file(text_folder: Path, tmp_path: Path) -> Path:
+    """A tokenizer of 300 tokens, trained on that text; </s> is 0."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train([str(path) for path in sorted(text_folder.iterdir())], trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+@pytest.fixture
 def tiny_config(text_folder: Path, tmp_path: Path) -> RunConfig:
     """A run of a few thousand float64 parameters."""
     return RunConfig(

@@ -8,7 +8,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,8 @@ class Corpus:
         num_files: Files of the two parts.
         digest: SHA-256 of all names and contents.
         origin: Where the text came from, for people.
+        train_ends: int64, where each training file ends, after its zero byte.
+        held_out_ends: int64, the same of the held-out files.
     """
 
     train: NDArray[np.uint8]
@@ -41,6 +43,8 @@ class Corpus:
     num_files: tuple[int, int]
     digest: str
     origin: str
+    train_ends: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    held_out_ends: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 def load_corpus(path: Path | None, suffix: str, exclude: Path | None = None) -> Corpus:
@@ -54,6 +58,40 @@ def load_corpus(path: Path | None, suffix: str, exclude: Path | None = None) -> 
     Raises:
         CorpusError: If the folder is missing, holds fewer than two such files with text, or is
             part of ``exclude``.
+    """
+    root, names = find_texts(path, suffix, exclude)
+    texts = {name: (root / name).read_bytes() for name in names}
+    texts = {name: text for name, text in texts.items() if text}
+    if len(texts) < 2:
+        raise CorpusError(
+            f"{root} holds {len(texts)} non-empty files named *{suffix}; two are needed, one to "
+            "train on and one to hold out. Set data.path and data.suffix"
+        )
+    digest = hashlib.sha256()
+    for name, text in texts.items():
+        digest.update(os.fsencode(name) + f"\0{len(text)}\0".encode() + text)
+    train, held_out = split_names(texts)
+    return Corpus(
+        train=_join(texts[name] for name in train),
+        held_out=_join(texts[name] for name in held_out),
+        num_files=(len(train), len(held_out)),
+        digest=digest.hexdigest(),
+        origin=origin_of(path),
+        train_ends=np.cumsum([len(texts[name]) + 1 for name in train]),
+        held_out_ends=np.cumsum([len(texts[name]) + 1 for name in held_out]),
+    )
+
+
+def find_texts(path: Path | None, suffix: str, exclude: Path | None) -> tuple[Path, list[str]]:
+    """Return a folder and, sorted, the files below it whose names end in ``suffix``.
+
+    Args:
+        path: The folder, or None for Python's standard library (without its tests).
+        suffix: End of the names.
+        exclude: A folder whose files are left out.
+
+    Raises:
+        CorpusError: If the folder is missing or is part of ``exclude``.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if path is None else path
     if not root.is_dir():
@@ -69,26 +107,28 @@ def load_corpus(path: Path | None, suffix: str, exclude: Path | None = None) -> 
         if not skipped & set(file.relative_to(root).parts)
         if not inside or not os.path.realpath(file).startswith(inside)
     )
-    texts = {name: (root / name).read_bytes() for name in names}
-    texts = {name: text for name, text in texts.items() if text}
-    if len(texts) < 2:
-        raise CorpusError(
-            f"{root} holds {len(texts)} non-empty files named *{suffix}; two are needed, one to "
-            "train on and one to hold out. Set data.path and data.suffix"
-        )
-    digest = hashlib.sha256()
-    for name, text in texts.items():
-        digest.update(os.fsencode(name) + f"\0{len(text)}\0".encode() + text)
-    shuffled = sorted(texts, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
-    num_held_out = max(1, len(shuffled) * HELD_OUT_PERCENT // 100)
-    train, held_out = shuffled[:-num_held_out], shuffled[-num_held_out:]
-    return Corpus(
-        train=_join(texts[name] for name in sorted(train)),
-        held_out=_join(texts[name] for name in sorted(held_out)),
-        num_files=(len(train), len(held_out)),
-        digest=digest.hexdigest(),
-        origin="the sources of Python's standard library" if path is None else str(root),
-    )
+    return root, names
+
+
+def split_names(
+    names: Iterable[str], percent: float = HELD_OUT_PERCENT
+) -> tuple[list[str], list[str]]:
+    """Return the names to train on and those to hold out, both sorted.
+
+    Args:
+        names: Of documents.
+        percent: How many of 100 are held out, and at least one; 0 for none at all.
+    """
+    shuffled = sorted(names, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
+    num_held_out = max(1, int(len(shuffled) * percent / 100)) if percent else 0
+    border = len(shuffled) - num_held_out
+    train, held_out = shuffled[:border], shuffled[border:]
+    return sorted(train), sorted(held_out)
+
+
+def origin_of(path: Path | None) -> str:
+    """Name a folder of text for people."""
+    return "the sources of Python's standard library" if path is None else str(path)
 
 
 def _join(texts: Iterable[bytes]) -> NDArray[np.uint8]:

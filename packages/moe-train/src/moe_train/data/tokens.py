@@ -39,6 +39,16 @@ class Tokens:
         """Divide nats a token by this for nats a byte."""
         return self.num_bytes / max(1, len(self))
 
+    def document(self, number: int) -> tuple[int, int]:
+        """Return where a document begins and ends, counted over all pieces."""
+        begin = 0
+        for piece, ends in zip(self.pieces, self.ends, strict=True):
+            if number < len(ends):
+                start = int(ends[number - 1]) if number else 0
+                return begin + start, begin + int(ends[number])
+            number, begin = number - len(ends), begin + len(piece)
+        raise IndexError(f"{self.origin} has {self.num_documents} documents")
+
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the ids of positions ``start`` to ``stop - 1``, counted over all pieces."""
         return self.rows(np.asarray([start]), stop - start)[0]
