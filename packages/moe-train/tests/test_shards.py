@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from moe_train.commands.data import main
 from moe_train.corpus import CorpusError, load_corpus
 from moe_train.data import build as builder
 from moe_train.data.build import build, plan_build
-from moe_train.data.commands import main
 from moe_train.data.shards import Shards, is_shards
 from moe_train.data.tokenizer import ByteTokenizer, FileTokenizer
 from moe_train.load_config import ConfigError
@@ -270,8 +270,9 @@ def test_text_that_is_not_utf8_is_refused_by_place_and_can_be_replaced(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "required"),
-        (["build"], "OUT"),
+        (["make"], "unknown command 'data make'"),
+        (["build"], "OUT is missing"),
+        (["build", "{out}", "--paht", "x"], "nearest: --path"),
         (["build", "{out}", "--held-out", "100"], "from 0 to below 100, got 100"),
         (["build", "{out}", "--shard-tokens", "0"], "at least 1, got 0"),
         (["build", "{out}", "--eos", "</s>"], "bytes have no such token"),

@@ -46,6 +46,7 @@ COMMANDS = {
     for command in (
         Command("run", "", "train, or go on training", "run"),
         Command("report", "RUN", "write RUN/report.html again from what was recorded", "report"),
+        Command("data", "build|inspect", "make token shards, look at them", "data"),
         Command("config", "print|explain|diff|presets", "look at settings", "config"),
         Command("doctor", "", "what this machine can do, and what it lacks", "doctor"),
         Command("completion", "bash|zsh|fish", "print a script for your shell", "completion"),

@@ -34,6 +34,7 @@ from moe_train.data.shards import (
 from moe_train.data.tokenizer import FileTokenizer, Tokenizer
 
 _LOCK = "build.lock"
+SHARD_TOKENS = 1 << 30
 _AT_ONCE = 8 << 20
 """Bytes of text that are handed to a tokenizer together, so that it can use all cores."""
 
@@ -73,7 +74,7 @@ def plan_build(
     *,
     out: Path,
     held_out: float = HELD_OUT_PERCENT,
-    shard_tokens: int = 1 << 30,
+    shard_tokens: int = SHARD_TOKENS,
     replace: bool = False,
 ) -> BuildPlan:
     """Look at a folder of text and decide which file goes where.
@@ -91,9 +92,9 @@ def plan_build(
         CorpusError: If there is too little text, or a number is out of its range.
     """
     if not 0 <= held_out < 100:
-        raise CorpusError(f"held-out is a percentage from 0 to below 100, got {held_out}")
+        raise CorpusError(f"held_out is a percentage from 0 to below 100, got {held_out}")
     if shard_tokens < 1:
-        raise CorpusError(f"shard-tokens must be at least 1, got {shard_tokens}")
+        raise CorpusError(f"shard_tokens must be at least 1, got {shard_tokens}")
     root, names = find_texts(path, suffix, out)
     found = {name: (root / name).stat() for name in names}
     sizes = {name: stat.st_size for name, stat in found.items() if stat.st_size}

@@ -73,5 +73,5 @@ class Sequences:
 
 def evenly(number: int, count: int) -> NDArray[np.int64]:
     """Return up to ``number`` numbers, evenly spread over ``0..count-1``."""
-    number = min(number, count)
-    return np.arange(number, dtype=np.int64) * count // number
+    number = max(0, min(number, count))
+    return np.arange(number, dtype=np.int64) * count // max(1, number)
