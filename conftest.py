@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("dev", patient, max_examples=25)
 settings.register_profile(
-    "ci", patient, max_examples=50, derandomize=True, database=None, print_blob=True
+    "ci", patient, max_examples=25, derandomize=True, database=None, print_blob=True
 )
 settings.register_profile("smoke", patient, max_examples=5, derandomize=True, database=None)
 settings.register_profile("nightly", patient, max_examples=2000, print_blob=True)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from moe_dispatch import LocalDispatcher, RowPlan
 from moe_dispatch.rowwise import Channel, RowwiseDispatcher, meet, send_tokens
@@ -308,11 +308,11 @@ def in_any_order(heap: Any, plan: RowPlan, case: DispatchCase, seed: int) -> Tri
         return travel(RowwiseDispatcher.on(channel), case)
 
 
-def test_a_hundred_orders_of_arrival_give_the_same_bits() -> None:
+def test_any_order_of_arrival_gives_the_same_bits() -> None:
     case = DispatchCase(1, 2, 2, (1, 1, 1), hot_experts=3, dtype="bfloat16")
     plan = plan_for(case)
     first: list[Trip] = []
-    for seed in range(100):
+    for seed in range(min(100, settings().max_examples)):  # a hundred at night
         trips = run_on_threads(in_any_order, 3, plan.heap_bytes, plan, case, seed)
         first = first or trips
         for one, other in zip(first, trips, strict=True):
