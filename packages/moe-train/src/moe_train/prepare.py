@@ -33,6 +33,17 @@ class Prepared:
     state: dict[str, Any] | None
 
 
+def load_sequences(config: RunConfig) -> tuple[Corpus, Sequences, Sequences]:
+    """Return the text, its sequences to train on, and those to validate on.
+
+    Raises:
+        CorpusError: If there is no text, or too little for one sequence.
+    """
+    corpus = load_corpus(config.data.path, config.data.suffix, exclude=config.run_dir)
+    length = config.data.sequence_length
+    return corpus, Sequences(corpus.train, length), Sequences(corpus.held_out, length)
+
+
 def prepare(config: RunConfig, world_size: int) -> Prepared:
     """Check everything that can be checked before work begins.
 
@@ -51,9 +62,7 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
         nvlink_domain=mesh.nvlink_domain,
     )
     config.check_batch(plan.dp)
-    corpus = load_corpus(config.data.path, config.data.suffix, exclude=config.run_dir)
-    train = Sequences(corpus.train, config.data.sequence_length)
-    held_out = Sequences(corpus.held_out, config.data.sequence_length)
+    corpus, train, held_out = load_sequences(config)
     folder = RunFolder(config.run_dir)
     state = find_state(folder)
     if state is not None:

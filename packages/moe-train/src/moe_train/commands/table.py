@@ -45,6 +45,8 @@ COMMANDS = {
     command.name: command
     for command in (
         Command("run", "", "train, or go on training", "run"),
+        Command("eval", "RUN", "the loss of a trained model on held-out text", "eval"),
+        Command("generate", "RUN", "text from a trained model", "generate"),
         Command("report", "RUN", "write RUN/report.html again from what was recorded", "report"),
         Command("data", "build|inspect", "make token shards, look at them", "data"),
         Command("config", "print|explain|diff|presets", "look at settings", "config"),
