@@ -3,7 +3,9 @@
 A layer runs from tokens, expert ids and routing weights to tokens: grouping, gather, gate and up
 projection, SwiGLU, down projection, weighted combine. FLOPs of T tokens: ``6*T*K*D*F`` forward and
 twice that backward. Floor: the larger of FLOPs over the rate of a large matrix product and of bytes
-over the rate of a large copy, both measured here, kernel by kernel. Times are medians.
+over the rate of a large copy, both measured here, kernel by kernel. Times are medians. A GPU that
+has worked for seconds lowers its clock, so what is timed last looks slower: ``--rest`` lets it stand
+idle before each measurement, ours and the peer's alike.
 
     python benchmarks/bench_expert_mlp.py --shapes A,B --routing random,zipf
     python benchmarks/bench_expert_mlp.py --shapes A --tokens 128,1024 --graph
@@ -12,6 +14,7 @@ over the rate of a large copy, both measured here, kernel by kernel. Times are m
 
 import argparse
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -140,14 +143,17 @@ def kernels(function: Callable[[], object], calls: int = 3) -> list[tuple[str, f
 
 def measure(
     name: str, layer: Layer, case: Case, T: int, shape: Shape, least: tuple[float, float],
-    repeat: int, graph: bool,
+    repeat: int, graph: bool, rest: float,
 ) -> dict:  # fmt: skip
     """Time one layer on one case."""
     D, H, _, K = shape
     wrap = graphed if graph else lambda function: function
     saved, peak = case.memory(layer)
-    forward = milliseconds(wrap(lambda: case.forward(layer)), repeat)
-    both = milliseconds(wrap(lambda: case.both(layer)), repeat)
+    once_forward, once_both = wrap(lambda: case.forward(layer)), wrap(lambda: case.both(layer))
+    time.sleep(rest)
+    forward = milliseconds(once_forward, repeat)
+    time.sleep(rest)
+    both = milliseconds(once_both, repeat)
     flops = 6 * T * K * D * H
     row = {
         "what": name, "T": T, **shape._asdict(),
@@ -183,6 +189,7 @@ def main() -> None:
     parser.add_argument("--routing", default="random", help="of random, uniform, zipf, one")
     parser.add_argument("--graph", action="store_true", help="replay CUDA graphs as well")
     parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--rest", type=float, default=0.0, help="seconds idle before each timing")
     parser.add_argument("--only-ours", action="store_true")
     parser.add_argument("--smoke", action="store_true", help="one small layer, twice")
     parser.add_argument("--out", type=Path, help="also write everything here, as JSON")
@@ -204,7 +211,9 @@ def main() -> None:
                 least = floors(T, shape, flops, bandwidth)
                 for graph in (False, True) if args.graph else (False,):
                     for name, layer in layers.items():
-                        row = measure(name, layer, case, T, shape, least, args.repeat, graph)
+                        row = measure(
+                            name, layer, case, T, shape, least, args.repeat, graph, args.rest
+                        )
                         row = {**row, "routing": routing, "graph": graph}
                         if len(layers) > 1:
                             row["difference"] = round(difference(case), 5)
