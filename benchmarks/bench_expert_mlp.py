@@ -4,8 +4,8 @@ A layer runs from tokens, expert ids and routing weights to tokens: grouping, ga
 projection, SwiGLU, down projection, weighted combine. FLOPs of T tokens: ``6*T*K*D*F`` forward and
 twice that backward. Floor: the larger of FLOPs over the rate of a large matrix product and of bytes
 over the rate of a large copy, both measured here, kernel by kernel. Times are medians. A GPU that
-has worked for seconds lowers its clock, so what is timed last looks slower: ``--rest`` lets it stand
-idle before each measurement, ours and the peer's alike.
+has worked for seconds lowers its clock, and what is timed last looks slower: ``--rest`` lets it
+stand idle before each measurement, ours and the peer's alike.
 
     python benchmarks/bench_expert_mlp.py --shapes A,B --routing random,zipf
     python benchmarks/bench_expert_mlp.py --shapes A --tokens 128,1024 --graph
