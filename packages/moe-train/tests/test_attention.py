@@ -1,5 +1,5 @@
 import torch
-from moe_train.attention import rotations
+from moe_train.rotary import rotations
 
 
 def test_positions_of_a_bfloat16_model_have_the_angles_of_float32() -> None:

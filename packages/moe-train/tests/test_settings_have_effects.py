@@ -11,11 +11,14 @@ from moe_train.trainer import param_specs
 
 EFFECTS = [
     ("model", "top_k", 1),
-    ("model", "qk_norm", False),
+    ("model", "qk_norm", "none"),
+    ("model", "qk_norm", "together"),
     ("model", "rope_theta", 100.0),
     ("model", "norm_eps", 0.01),
     ("routing", "score", "sigmoid"),
     ("routing", "renormalize", False),
+    ("routing", "num_groups", 2),
+    ("routing", "scale", 2.0),
     ("routing", "balance", 1.0),
     ("routing", "z", 0.1),
     ("routing", "bias", False),
@@ -104,8 +107,8 @@ def test_matrices_decay_but_for_routers(tiny_config, trainer_of) -> None:
     assert {s.parameter.ndim for s in specs if s.weight_decay} == {2, 3}
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_recomputation_runs_each_block_twice(tiny_config, trainer_of, recompute) -> None:
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("selective", 1), ("block", 2)])
+def test_recomputation_of_blocks_runs_each_twice(tiny_config, trainer_of, recompute, times) -> None:
     config = replace(tiny_config, train=replace(tiny_config.train, recompute=recompute))
     trainer = trainer_of(config)
     calls = []
@@ -113,4 +116,4 @@ def test_recomputation_runs_each_block_twice(tiny_config, trainer_of, recompute)
         if isinstance(module, Block):
             module.register_forward_pre_hook(lambda *_: calls.append(1))
     trainer.step()
-    assert len(calls) == config.model.num_layers * (2 if recompute else 1)
+    assert len(calls) == config.model.num_layers * times

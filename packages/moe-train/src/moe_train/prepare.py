@@ -58,7 +58,7 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
         pp=mesh.pp,
         ep=mesh.ep,
         num_experts=config.model.num_experts,
-        num_layers=config.model.num_layers,
+        num_layers=len(config.model.moe_layers),
         nvlink_domain=mesh.nvlink_domain,
     )
     config.check_batch(plan.dp)

@@ -86,7 +86,7 @@ class Trainer:
             recompute=config.train.recompute,
         ).to(device)
         # Control state: never cast with the model, never touched by a gradient.
-        shape = config.model.num_layers, config.model.num_experts
+        shape = len(config.model.moe_layers), config.model.num_experts
         self.bias_LE = torch.zeros(
             shape, dtype=torch.promote_types(dtype, torch.float32), device=device
         )
@@ -156,7 +156,7 @@ class Trainer:
                     global_shape=tuple(bias_E.shape), flat_start=0, flat_stop=bias_E.numel(),
                     data=bias_E,
                 )
-                for i, bias_E in enumerate(self.bias_LE)
+                for i, bias_E in zip(self.config.model.moe_layers, self.bias_LE, strict=True)
             ]  # fmt: skip
         return shards
 

@@ -41,6 +41,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require_positive(nproc=self.nproc)
+        self.routing.check_experts(self.model.num_experts, self.model.top_k)
         for name, path in (("run_dir", self.run_dir), ("data.path", self.data.path)):
             require(
                 path is None or is_text(str(path)),

@@ -24,7 +24,9 @@ class TrainConfig:
         sample_bytes: Bytes of text generated at the end of a run; 0 for none.
         seed: Decides the initial weights.
         dtype: Of parameters and activations. The router is never narrower than float32.
-        recompute: Keep only the inputs of each block and compute the block again in backward.
+        recompute: What backward computes again instead of keeping it. ``selective``: norms,
+            rotations and the activations of dense networks, but no product of matrices;
+            ``block``: each block from its input, but for the choice of experts.
         threads: Threads of one rank on the CPU; 0 for an equal share of the cores. A small model
             uses several cores better through several ranks.
         device: ``auto`` takes a GPU if there is one.
@@ -41,7 +43,7 @@ class TrainConfig:
     sample_bytes: int = 300
     seed: int = 0
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    recompute: bool = False
+    recompute: Literal["none", "selective", "block"] = "none"
     threads: int = 1
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
