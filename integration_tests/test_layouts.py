@@ -131,10 +131,11 @@ def test_gradients_of_every_parameter_agree_between_layouts(pool, tmp_path: Path
             assert want.abs().max() > 0, name
 
 
-@pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (2, 2), (4, 2)])
-def test_recomputation_changes_no_loss_and_no_count(pool, ranks, ep) -> None:
+@pytest.mark.parametrize("how", ["selective", "block"])
+@pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (4, 2)])
+def test_recomputation_changes_no_loss_and_no_count(pool, ranks, ep, how) -> None:
     config = replace(EXACT, mesh=MeshConfig(ep=ep))
-    again = replace(config, train=replace(config.train, recompute=True))
+    again = replace(config, train=replace(config.train, recompute=how))
     kept = pool.run(train, ranks, config, 5)
     recomputed = pool.run(train, ranks, again, 5)
     for a, b in zip(kept, recomputed, strict=True):

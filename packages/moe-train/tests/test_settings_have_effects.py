@@ -17,7 +17,8 @@ EFFECTS = [
     ("model", "norm_eps", 0.01),
     ("routing", "score", "sigmoid"),
     ("routing", "renormalize", False),
-    ("routing", "num_groups", 2),
+    ("routing", "num_groups", 1),
+    ("routing", "top_groups", 2),
     ("routing", "scale", 2.0),
     ("routing", "balance", 1.0),
     ("routing", "z", 0.1),
@@ -49,7 +50,10 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 @pytest.fixture
 def config(tiny_config):
     return replace(
-        tiny_config, routing=RoutingConfig(balance=0.1, z=0.01, bias=True, bias_rate=0.3)
+        tiny_config,
+        routing=RoutingConfig(
+            num_groups=2, top_groups=1, balance=0.1, z=0.01, bias=True, bias_rate=0.3
+        ),
     )
 
 

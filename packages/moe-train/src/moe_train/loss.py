@@ -83,7 +83,7 @@ class _CrossEntropySum(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, *grads: Tensor):  # pyrefly: ignore[bad-override]
         (scale,) = grads
         dh_TD, dw_VD = ctx.saved_tensors
         if dh_TD is not None:  # in float32, where 1 / tokens is not rounded to 8 bits

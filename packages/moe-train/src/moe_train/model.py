@@ -173,7 +173,7 @@ class Transformer(nn.Module):
             sight: What tokens see; without it, all before them in their row.
         """
         config, x_BSD = self.config, F.embedding(inputs_BS, self.embedding)
-        sight = sight or Sight(tuple(inputs_BS.shape), inputs_BS.device)
+        sight = sight or _sight(inputs_BS)
         rotation_SC = rotations(inputs_BS.shape[1], config.rotated_width, config.rope_theta, x_BSD)
         biases = dict(zip(config.moe_layers, bias_LE, strict=True))
         stats = []
@@ -187,7 +187,7 @@ class Transformer(nn.Module):
 
     def sums(self, batch: Batch, bias_LE: Tensor) -> Sums:
         """Return the losses and statistics of a microbatch, as sums over its tokens."""
-        h_BSD, stats = self.hidden(batch.inputs_BS, bias_LE, batch.mask_T, _sight(batch))
+        h_BSD, stats = self.hidden(batch.inputs_BS, bias_LE, batch.mask_T, _sight(batch.inputs_BS))
         targets_T = batch.targets_BS.flatten()
         return Sums(
             cross_entropy=cross_entropy_sum(h_BSD.flatten(0, 1), self.head_weight, targets_T),
@@ -199,9 +199,8 @@ class Transformer(nn.Module):
         )
 
 
-def _sight(batch: Batch) -> Sight:
-    inputs = batch.inputs_BS
-    return Sight((inputs.shape[0], inputs.shape[1]), inputs.device)
+def _sight(inputs_BS: Tensor) -> Sight:
+    return Sight((inputs_BS.shape[0], inputs_BS.shape[1]), inputs_BS.device)
 
 
 def _norm(weight_D: Tensor, x_BSD: Tensor, eps: float) -> Tensor:

@@ -6,12 +6,13 @@ is the oracle, everywhere else.
 """
 
 import inspect
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 
 class Sight:
@@ -113,15 +114,15 @@ def _flash_can(q: Tensor, v: Tensor, sight: Sight) -> bool:
         and q.shape[-1] % 8 == 0
         and q.shape[-1] <= 256
         and (sight.document_BS is None or sight.num_documents is not None)
-        and _varlen_has("window_size")
         and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        and "window_size" in _varlen()[1]
     )
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, sight: Sight, window: int) -> Tensor:
-    (B, S), starts = sight.shape, sight.starts()
+    (B, S), starts, (varlen_attn, names) = sight.shape, sight.starts(), _varlen()
     # Releases in which the argument is missing share key heads without being asked.
-    shared = {"enable_gqa": True} if _varlen_has("enable_gqa") else {}
+    shared = {"enable_gqa": True} if "enable_gqa" in names else {}
     y_THC = varlen_attn(
         *(x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)),
         starts, starts, S, S,
@@ -131,5 +132,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, sight: Sight, window: int) -> Tensor
 
 
 @lru_cache
-def _varlen_has(name: str) -> bool:
-    return name in inspect.signature(varlen_attn).parameters
+def _varlen() -> tuple[Callable[..., Any], frozenset[str]]:
+    """Return torch's function and the names of its arguments, which differ between releases."""
+    # Imports the compiler, 4 s of the processor that only who needs it should wait for.
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415
+
+    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
