@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from moe_kernels.routing.check import (
+    check_balance,
     check_device,
     check_ids,
     check_logits,
-    check_mask,
     check_router_dtype,
 )
 from moe_kernels.routing.choice import finite_rows
@@ -32,7 +32,7 @@ def count_experts(expert_TK: Tensor, num_experts: int) -> Tensor:
         tensor([0, 2, 1])
     """
     check_ids(expert_TK, num_experts)
-    return _count(expert_TK.reshape(1, -1), num_experts)[0]
+    return count_rows(expert_TK.reshape(1, -1), num_experts)[0]
 
 
 def balance_loss(
@@ -41,6 +41,7 @@ def balance_loss(
     *,
     tokens_per_sequence: int | None = None,
     mask_T: Tensor | None = None,
+    load_E: Tensor | None = None,
 ) -> Tensor:
     """Return the load-balancing loss, summed over tokens.
 
@@ -50,11 +51,19 @@ def balance_loss(
     accumulation nor parallelism changes the result. Scores are divided by their sum over the
     experts, so sigmoid scores do as well (DeepSeek-V3, 2024).
 
+    As both f and P sum to one, that is ``n * (1 + E * sum_e (f_e - 1/E) (P_e - 1/E))``: a product
+    of two deviations, which has a sign. It can fall below n, and fall while the load gets worse.
+    ``distance_loss`` is the one that cannot.
+
+    With ``load_E``, f is what the caller says, such as the load of all ranks in the step before.
+    Then the loss is linear in the scores of each token, and the same however tokens are divided.
+
     Args:
         score_TE: float32 or float64 scores of all experts.
         expert_TK: int32 or int64 ids. A token with no route at all is not valid.
         tokens_per_sequence: A sequence is so many consecutive tokens; all T if None.
         mask_T: bool, True for real tokens.
+        load_E: float32 or float64 fractions that sum to one, in place of those of each sequence.
 
     Returns:
         The loss, without axes. Differentiable in the scores.
@@ -68,18 +77,11 @@ def balance_loss(
         >>> balance_loss(torch.full((4, 4), 0.25), ids_TK)
         tensor(4.)
     """
-    check_router_dtype("score_TE", score_TE)
+    check_balance(score_TE, expert_TK, tokens_per_sequence, mask_T, load_E)
     T, E = score_TE.shape
-    check_ids(expert_TK, E)
-    check_device("expert_TK", expert_TK, "score_TE", score_TE)
-    check_mask(mask_T, T, "score_TE", score_TE)
-    if expert_TK.shape[0] != T:
-        raise ValueError(f"T differs: score_TE has {T} rows, expert_TK has {expert_TK.shape[0]}")
     length = T if tokens_per_sequence is None else tokens_per_sequence
-    if length < 1 or T % length:
-        if T == 0 and length == 0:
-            return score_TE.sum()
-        raise ValueError(f"tokens_per_sequence must divide T: got {length} for T={T}")
+    if T == 0:
+        return score_TE.sum()
     K = expert_TK.shape[1]
     valid_T = (expert_TK >= 0).any(dim=1)
     if mask_T is not None:
@@ -88,8 +90,10 @@ def balance_loss(
     total_T1 = score_TE.sum(dim=1, keepdim=True)
     share_TE = score_TE / total_T1.masked_fill(total_T1 == 0, 1.0)
     share_TE = share_TE.masked_fill(~valid_T[:, None], 0.0)
+    if load_E is not None:
+        return (share_TE.sum(dim=0) * load_E.to(score_TE.dtype)).sum() * E
     share_SE = share_TE.unflatten(0, (T // length, length)).sum(dim=1)
-    count_SE = _count(expert_TK.reshape(T // length, length * K), E).to(score_TE.dtype)
+    count_SE = count_rows(expert_TK.reshape(T // length, length * K), E).to(score_TE.dtype)
     routes_S = valid_T.view(T // length, length).sum(dim=1) * K
     return ((count_SE * share_SE).sum(dim=1) * E / routes_S.clamp(min=1)).sum()
 
@@ -155,7 +159,7 @@ def update_bias(bias_E: Tensor, count_E: Tensor, rate: float) -> Tensor:
     return bias_E + rate * below_E.to(bias_E.dtype)
 
 
-def _count(expert_SN: Tensor, num_experts: int) -> Tensor:
+def count_rows(expert_SN: Tensor, num_experts: int) -> Tensor:
     """Count the ids of each row; what is out of range falls into one more bin, and off."""
     known_SN = (expert_SN >= 0) & (expert_SN < num_experts)
     bin_SN = torch.where(known_SN, expert_SN, num_experts).to(torch.int64)

@@ -108,6 +108,48 @@ def check_ids(expert_TK: Tensor, num_experts: int) -> None:
             )
 
 
+def check_balance(
+    score_TE: Tensor,
+    expert_TK: Tensor,
+    tokens_per_sequence: int | None,
+    mask_T: Tensor | None,
+    load_E: Tensor | None,
+) -> None:
+    """Raise unless the arguments of a balance loss fit together."""
+    check_router_dtype("score_TE", score_TE)
+    if score_TE.ndim != 2:
+        raise ValueError(f"score_TE must have 2 axes, got shape {tuple(score_TE.shape)}")
+    T, E = score_TE.shape
+    check_ids(expert_TK, E)
+    check_device("expert_TK", expert_TK, "score_TE", score_TE)
+    check_mask(mask_T, T, "score_TE", score_TE)
+    if expert_TK.shape[0] != T:
+        raise ValueError(f"T differs: score_TE has {T} rows, expert_TK has {expert_TK.shape[0]}")
+    length = T if tokens_per_sequence is None else tokens_per_sequence
+    if (length < 1 or T % length) and not T == length == 0:
+        raise ValueError(f"tokens_per_sequence must divide T: got {length} for T={T}")
+    if load_E is None:
+        return
+    check_router_dtype("load_E", load_E)
+    check_device("load_E", load_E, "score_TE", score_TE)
+    if load_E.shape != (E,):
+        raise ValueError(f"E differs: load_E has shape {tuple(load_E.shape)}, E is {E}")
+
+
+def check_given(logits_TE: Tensor, expert_TK: Tensor, score: str, mask_T: Tensor | None) -> None:
+    """Raise unless the arguments of ``route_to`` fit together."""
+    check_logits(logits_TE, mask_T)
+    T, E = logits_TE.shape
+    check_ids(expert_TK, E)
+    check_device("expert_TK", expert_TK, "logits_TE", logits_TE)
+    if expert_TK.shape[0] != T:
+        raise ValueError(f"T differs: logits_TE has {T} rows, expert_TK has {expert_TK.shape[0]}")
+    if not 1 <= expert_TK.shape[1] <= E:
+        raise ValueError(f"K must be in 1..E: expert_TK has {expert_TK.shape[1]} columns, E is {E}")
+    if score not in ("softmax", "sigmoid"):
+        raise ValueError(f"score must be 'softmax' or 'sigmoid', got {score!r}")
+
+
 def check_offsets(offsets_E1: Tensor) -> None:
     """Raise unless the offsets are an int32 vector for at least one expert."""
     if offsets_E1.ndim != 1 or offsets_E1.shape[0] < 2:

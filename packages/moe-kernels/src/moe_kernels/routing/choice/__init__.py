@@ -4,11 +4,11 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from moe_kernels.routing.check import check_route
-from moe_kernels.routing.choice import op
+from moe_kernels.routing.check import check_given, check_route
+from moe_kernels.routing.choice import given, op
 from moe_kernels.routing.choice.reference import finite_rows
 
-__all__ = ["Routing", "finite_rows", "route"]
+__all__ = ["Routing", "finite_rows", "route", "route_to"]
 
 
 class Routing(NamedTuple):
@@ -93,3 +93,44 @@ def route(
             mask_T,
         )
     )
+
+
+def route_to(
+    logits_TE: Tensor,
+    expert_TK: Tensor,
+    *,
+    score: Literal["softmax", "sigmoid"] = "softmax",
+    renormalize: bool = False,
+    scale: float = 1.0,
+    mask_T: Tensor | None = None,
+) -> Routing:
+    """Route to the given experts: recorded ones, to replay, or forced ones, to measure.
+
+    Weights and scores are those of the logits, as ``route`` would give them had it chosen so, and
+    so are their gradients. With the ids that ``route`` chose the two agree to the bit, in backward
+    too. The host does not wait for the device.
+
+    Args:
+        logits_TE: float32 or float64.
+        expert_TK: int32 or int64, no expert twice in a row. A row with a -1 is masked.
+        score: Softmax over all experts, or a sigmoid of each.
+        renormalize: Let the weights of a token sum to ``scale``.
+        scale: Factor of all weights.
+        mask_T: bool, True for real tokens. Others are masked and not counted as bad.
+
+    Returns:
+        The routing. A row whose logits are not finite, or -inf for a given expert, is masked and
+        counted.
+
+    Raises:
+        TypeError: If the logits are not float32 or float64, or the ids not integers.
+        ValueError: If shapes do not fit together, or an id on the CPU is not in ``-1..E-1``.
+
+    Examples:
+        >>> import torch
+        >>> routing = route_to(torch.tensor([[0.0, 2.0, 2.0]]), torch.tensor([[2, 1]]))
+        >>> routing.expert_TK, routing.weight_TK
+        (tensor([[2, 1]], dtype=torch.int32), tensor([[0.4683, 0.4683]]))
+    """
+    check_given(logits_TE, expert_TK, score, mask_T)
+    return Routing(*given.route_to(logits_TE, expert_TK, score, renormalize, scale, mask_T))
