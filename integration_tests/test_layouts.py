@@ -143,6 +143,21 @@ def test_recomputation_changes_no_loss_and_no_count(pool, ranks, ep, how) -> Non
         assert torch.equal(a["loads"], b["loads"])
 
 
+@pytest.mark.parametrize("form", ["product", "distance"])
+def test_the_global_balance_loss_is_the_same_in_every_layout(pool, form) -> None:
+    routing = replace(EXACT.routing, balance=0.3, balance_over="global", balance_form=form)
+    one = replace(EXACT, routing=routing)
+    [want] = pool.run(train, 1, one, 12)
+    many = replace(one, mesh=MeshConfig(ep=2), train=replace(one.train, microbatch_size=1))
+    for got in pool.run(train, 4, many, 12):
+        for name in ("losses", "balance", "norms"):
+            assert got[name] == pytest.approx(want[name], rel=1e-9, abs=1e-12), name
+        assert torch.equal(got["loads"], want["loads"])
+    even = 1.0 if form == "product" else 0.0
+    assert want["balance"][0] == pytest.approx(even, abs=1e-12)
+    assert abs(want["balance"][-1] - even) > 1e-6
+
+
 @pytest.mark.parametrize("micro", [1, 2])
 def test_microbatches_and_ranks_together_change_nothing(pool, one_rank, micro) -> None:
     config = replace(

@@ -4,11 +4,13 @@ import dataclasses
 import inspect
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from moe_train import config
 from moe_train.cli import command
-from moe_train.config import MeshConfig, ModelConfig, RunConfig, TrainConfig
+from moe_train.config import LogConfig, MeshConfig, ModelConfig, RunConfig, TrainConfig
 from moe_train.errors import RunError
 
 SECTIONS = [c for c in vars(config).values() if dataclasses.is_dataclass(c)]
@@ -39,13 +41,18 @@ def test_every_setting_is_read_by_the_program(tmp_path, text_folder, monkeypatch
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    tracker = ModuleType("wandb")
+    tracker.__spec__ = ModuleSpec("wandb", None)
+    tracker.init = lambda **_: SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", tracker)
     for section in SECTIONS:
         watch(section)
     settings = {
         "model.dim": 16, "model.num-layers": 1, "model.num-heads": 2, "model.num-kv-heads": 1,
         "model.num-experts": 4, "model.expert-dim": 8, "model.shared-dim": 8, "train.steps": 2,
         "train.sample-bytes": 2, "data.sequence-length": 16, "train.device": "cpu",
-        "routing.bias": True, "run-dir": tmp_path / "a", "data.path": text_folder,
+        "routing.bias": True, "log.wandb": True, "run-dir": tmp_path / "a",
+        "data.path": text_folder,
     }  # fmt: skip
     words = ["run", *(w for name, v in settings.items() for w in (f"--{name}", str(v)))]
     assert command(words) == 0
@@ -83,6 +90,15 @@ def test_every_setting_is_documented() -> None:
         (MeshConfig, {"cp": 2}, "cp=2: the trainer has no context parallelism"),
         (MeshConfig, {"pp": 2}, "pp=2: the trainer has no pipeline parallelism"),
         (MeshConfig, {"ep": 0}, "ep must be positive, got 0"),
+        (LogConfig, {"profile": "10"}, "profile must be a first and a last step .* got '10'"),
+        (LogConfig, {"profile": "5:3"}, "such as 10:13, got '5:3'"),
+        (LogConfig, {"profile": "0:3"}, "such as 10:13, got '0:3'"),
+        (LogConfig, {"profile": "-1:x"}, "such as 10:13, got '-1:x'"),
+        (LogConfig, {"profile": "1:500"}, "at most 100 steps, got 1:500"),
+        (LogConfig, {"memory_snapshot": True}, "memory_snapshot needs the steps"),
+        (LogConfig, {"window": 5}, "window must be even and at least 4, got 5"),
+        (LogConfig, {"gerrymander": 0}, "gerrymander must be positive, got 0"),
+        (LogConfig, {"wandb_project": ""}, "wandb_project must not be empty"),
         (TrainConfig, {"steps": 0}, "steps must be positive, got 0"),
         (TrainConfig, {"save_every": -1}, "save_every must be 0 or more, got -1"),
     ],

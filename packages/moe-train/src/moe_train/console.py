@@ -110,12 +110,18 @@ class Console:
         width = len(str(self.total_steps))
         parts = [f"step {self.step:{width}}/{self.total_steps}"]
         record, left = self._record, self.time_left()
+        # A figure of a run that is no model's is never shown without saying so.
+        parts += [f"[{label.partition(': d')[0]}]" for label in record.get("labels", [])]
         if "loss" in record:
             parts.append(f"loss {record['loss']:.3f}" + (" skipped" * bool(record.get("skipped"))))
         if left is not None:
             parts.append(f"left {format_duration(left)}")
         if "tokens_per_second" in record:
             parts.append(f"{_short(record['tokens_per_second'])} tokens/s")
+        if record.get("mfu") is not None:
+            parts.append(f"MFU {100 * record['mfu']:.1f} %")
+        if alarms := record.get("alarms"):
+            parts.append(f"{len(alarms)} alarm{'s' * (len(alarms) > 1)}")
         if "imbalance" in record:
             parts.append(f"imbalance {record['imbalance']:.2f}")
         if self._validation is not None:
@@ -129,7 +135,7 @@ class Console:
             parts.pop()
         words = Text("  ".join(parts), no_wrap=True, overflow="ellipsis")
         words.highlight_words(["loss", "left", "tokens/s", "imbalance", "validation"], "dim")
-        words.highlight_words(["skipped", "nan", "inf"], "bold red")
+        words.highlight_words(["skipped", "nan", "inf", "alarm", "alarms"], "bold red")
         line = Table.grid(padding=(0, 2), expand=False)
         room = width - len(words) - 2
         if room >= 8:
@@ -137,7 +143,25 @@ class Console:
             line.add_row(words, bar)
         else:
             line.add_row(words)
+        if health := self._health(width):
+            line.add_row(Text(health, style="dim", no_wrap=True, overflow="ellipsis"))
         return line
+
+    def _health(self, width: int) -> str:
+        """Return a line on the routers, a number for each layer that there is room for."""
+        record, parts = self._record, []
+        for name, key in (
+            ("largest/mean", "expert_requested"),
+            ("per rank", "rank_requested"),
+            ("from even", "distance"),
+            ("never selected", "never_selected"),
+        ):
+            values = [f"{x:.3g}" for x in record.get(key, [])]
+            parts.append(f"{name} {' '.join(values)}" if values else "")
+        parts = [part for part in parts if part]
+        while len(parts) > 1 and len("  ".join(parts)) + 8 > width:
+            parts.pop()
+        return "routers: " + "  ".join(parts) if parts else ""
 
 
 def format_duration(seconds: float) -> str:

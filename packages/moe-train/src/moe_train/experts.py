@@ -6,46 +6,22 @@ by itself; on several the dispatcher carries rows between ranks.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from moe_dispatch import Dispatcher, LocalDispatcher
-from moe_kernels import (
-    Routing,
-    balance_loss,
-    count_experts,
-    expert_mlp,
-    grouped_mlp,
-    grouped_mm,
-    route,
-    z_loss,
-)
+from moe_kernels import Routing, expert_mlp, grouped_mlp, grouped_mm
 from moe_kernels.mlp.unfused import ACTIVATIONS, GATED
 from moe_parallel import replayed
 from torch import Tensor, nn
 
 from moe_train.config import ModelConfig, RoutingConfig
+from moe_train.forced import force
 from moe_train.initial import normal, normal_experts
 from moe_train.mlp import swiglu, swiglu_weights
-
-
-class RouterStats(NamedTuple):
-    """What one layer's router did with the tokens of one microbatch.
-
-    Attributes:
-        balance: 0-dim, balance loss summed over tokens; differentiable.
-        z: 0-dim, squared log-partition summed over tokens; differentiable.
-        count_E: int64, tokens that chose each expert.
-        entropy: 0-dim, entropy of the scores in nats, summed over tokens.
-        num_bad: int32, tokens that could not be routed since their scores were not finite.
-    """
-
-    balance: Tensor
-    z: Tensor
-    count_E: Tensor
-    entropy: Tensor
-    num_bad: Tensor
+from moe_train.ranges import part
+from moe_train.router import RouterStats, choose, router_stats
 
 
 class MoE(nn.Module):
@@ -54,6 +30,12 @@ class MoE(nn.Module):
     Weights are K-major: ``gate_up`` is ``[e, 2F, D]`` with the gate first (``[e, F, D]`` without a
     gate), ``down`` is ``[e, D, F]``. With ``latent_dim`` D is that, and ``latent_down`` and
     ``latent_up`` lead there and back. FLOPs forward: ``6 T K D F`` for the experts.
+
+    Attributes:
+        load_E: Buffer, fraction of the rows that each expert got on all ranks in the step before;
+            even until somebody says otherwise.
+        replayed_TK: Experts to take in the next forward passes instead of the router's; or None.
+        keeps_choice: Whether each forward leaves its ``expert_TK`` in ``chosen_TK``.
     """
 
     def __init__(
@@ -74,6 +56,12 @@ class MoE(nn.Module):
             partial(_drawn, draw, name, seed) for draw in (normal, normal_experts)
         )
         wide = torch.promote_types(dtype, torch.float32)
+        E = config.num_experts
+        self.register_buffer("load_E", torch.full((E,), 1 / E, dtype=wide), persistent=False)
+        self.given = force(routing.forced, name, config.top_k, E, experts)
+        self.replayed_TK: Tensor | None = None
+        self.chosen_TK: Tensor | None = None
+        self.keeps_choice = False
         self.router = matrix("router", config.num_experts, D, std=D**-0.5, dtype=wide)
         if config.latent_dim:
             self.latent_down = matrix("latent_down", N, D, std=D**-0.5, dtype=dtype)
@@ -102,27 +90,33 @@ class MoE(nn.Module):
         ``recomputed`` says whether the shared expert's activation is computed again in backward.
         Where this whole layer is, the choice of experts is not: it is made once.
         """
-        logits_TE = F.linear(x_TD.to(self.router.dtype), self.router)
-        routing = replayed(
-            lambda: route(
-                logits_TE,
-                self.config.top_k,
-                score=self.routing.score,
-                renormalize=self.routing.renormalize,
-                bias_E=bias_E if self.routing.bias else None,
-                num_groups=self.routing.num_groups,
-                top_groups=self.routing.top_groups,
-                scale=self.routing.scale,
-                mask_T=mask_T,
+        top_k, given_TK = self.config.top_k, self.replayed_TK
+        if given_TK is None and self.given is not None:
+            given_TK = self.given(len(x_TD), mask_T, x_TD.device)
+        with part("moe.route"):
+            logits_TE = F.linear(x_TD.to(self.router.dtype), self.router)
+            routing = replayed(
+                lambda: choose(self.routing, logits_TE, top_k, bias_E, mask_T, given_TK)
             )
-        )
+        if self.keeps_choice:
+            self.chosen_TK = routing.expert_TK
         z_TD = F.linear(x_TD, self.latent_down) if self.config.latent_dim else x_TD
-        y_TD = self._experts(z_TD, routing)
+        y_TD, kept_TK = self._experts(z_TD, routing)
         if self.config.latent_dim:
             y_TD = F.linear(y_TD, self.latent_up)
         if self.config.shared_dim:
-            y_TD = y_TD + self._shared(x_TD, recomputed=recomputed)
-        return y_TD, self._stats(logits_TE, routing, mask_T, tokens_per_sequence)
+            with part("moe.shared"):
+                y_TD = y_TD + self._shared(x_TD, recomputed=recomputed)
+        stats = router_stats(
+            self.routing,
+            logits_TE,
+            routing,
+            mask_T,
+            kept_TK=kept_TK,
+            load_E=self.load_E,
+            tokens_per_sequence=tokens_per_sequence,
+        )
+        return y_TD, stats
 
     def _shared(self, x_TD: Tensor, *, recomputed: bool) -> Tensor:
         y_TD = swiglu(x_TD, self.shared_gate_up, self.shared_down, recomputed=recomputed)
@@ -130,39 +124,25 @@ class MoE(nn.Module):
             y_TD = y_TD * torch.sigmoid(x_TD @ self.shared_gate)[:, None]
         return y_TD
 
-    def _experts(self, x_TD: Tensor, routing: Routing) -> Tensor:
+    def _experts(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
+        """Return what the experts make of the tokens, and which routes were not dropped."""
         activation = self.config.activation
         if isinstance(self.dispatcher, LocalDispatcher):
             weights = routing.weight_TK, routing.expert_TK
-            return expert_mlp(x_TD, self.gate_up, self.down, *weights, activation=activation)
-        sent = self.dispatcher.dispatch(x_TD, routing)
-        if activation == "swiglu":
-            y_RD = grouped_mlp(sent.x_RD, self.gate_up, self.down, sent.offsets_e1)
-        else:
-            h_RG = grouped_mm(sent.x_RD, self.gate_up, sent.offsets_e1)
-            act_RF = ACTIVATIONS[activation](h_RG.to(routing.weight_TK.dtype)).to(x_TD.dtype)
-            y_RD = grouped_mm(act_RF, self.down, sent.offsets_e1)
-        return self.dispatcher.combine(y_RD, sent)
-
-    def _stats(
-        self, logits_TE: Tensor, routing: Routing, mask_T: Tensor | None, tokens_per_sequence: int
-    ) -> RouterStats:
-        with torch.no_grad():
-            total_T1 = routing.score_TE.sum(-1, keepdim=True)
-            p_TE = routing.score_TE / total_T1.where(total_T1 > 0, 1)  # masked rows are zero
-            entropy = -torch.special.xlogy(p_TE, p_TE).sum()
-        return RouterStats(
-            balance=balance_loss(
-                routing.score_TE,
-                routing.expert_TK,
-                tokens_per_sequence=tokens_per_sequence,
-                mask_T=mask_T,
-            ),
-            z=z_loss(logits_TE, mask_T=mask_T),
-            count_E=count_experts(routing.expert_TK, self.config.num_experts),
-            entropy=entropy,
-            num_bad=routing.num_bad,
-        )
+            with part("moe.experts"):
+                y_TD = expert_mlp(x_TD, self.gate_up, self.down, *weights, activation=activation)
+            return y_TD, None
+        with part("moe.dispatch"):
+            sent = self.dispatcher.dispatch(x_TD, routing)
+        with part("moe.experts"):
+            if activation == "swiglu":
+                y_RD = grouped_mlp(sent.x_RD, self.gate_up, self.down, sent.offsets_e1)
+            else:
+                h_RG = grouped_mm(sent.x_RD, self.gate_up, sent.offsets_e1)
+                act_RF = ACTIVATIONS[activation](h_RG.to(routing.weight_TK.dtype)).to(x_TD.dtype)
+                y_RD = grouped_mm(act_RF, self.down, sent.offsets_e1)
+        with part("moe.combine"):
+            return self.dispatcher.combine(y_RD, sent), sent.kept_TK
 
 
 def _drawn(

@@ -10,6 +10,9 @@
       checkpoints/       written by moe-ckpt, see its FORMAT.md
       sample.txt         text generated at the end of the last run
       result.json        last validation
+      run_id             name of the run for trackers, the same over all starts
+      tensorboard/       events, with log.tensorboard
+      profile/           traces, with log.profile
       report.html        all of this, to look at
 """
 

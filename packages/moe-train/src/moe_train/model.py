@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from moe_train.attention import make_attention
 from moe_train.config import ModelConfig, RoutingConfig
 from moe_train.data import Batch
-from moe_train.experts import MoE, RouterStats
+from moe_train.experts import MoE
 from moe_train.initial import normal
 from moe_train.loss import cross_entropy_sum
 from moe_train.mlp import DenseMLP
 from moe_train.parts import run_steps
+from moe_train.ranges import part
 from moe_train.rotary import rotations
+from moe_train.router import RouterStats
 from moe_train.sight import Sight
 
 Recompute = Literal["none", "selective", "block"]
@@ -33,6 +35,9 @@ class Sums(NamedTuple):
         balance: 0-dim, summed over layers too; differentiable.
         z: 0-dim, summed over layers too; differentiable.
         count_LE: int64, tokens that chose each expert.
+        kept_LE: int64, those that the expert got.
+        share_LE: Scores of each expert, as shares of a token's scores.
+        dropped_LK1: int64, tokens of which 0 to K routes were dropped.
         entropy_L: Entropy of the router's scores, nats.
         num_bad: Tokens that some router could not route.
     """
@@ -41,6 +46,9 @@ class Sums(NamedTuple):
     balance: Tensor
     z: Tensor
     count_LE: Tensor
+    kept_LE: Tensor
+    share_LE: Tensor
+    dropped_LK1: Tensor
     entropy_L: Tensor
     num_bad: Tensor
 
@@ -84,7 +92,8 @@ class Block(nn.Module):
         """Return the stream after this block, and what the router did, if it has one."""
         norm = partial(self.norm, self.attention_norm)
         steps = self.attention.steps(norm, rotation_SC, sight)
-        x_BSD = x_BSD + run_steps(steps, x_BSD, recomputed=self.recomputed)
+        with part("attention"):
+            x_BSD = x_BSD + run_steps(steps, x_BSD, recomputed=self.recomputed)
         norm, recomputed = partial(self.norm, self.moe_norm), self.recomputed
         if bias_E is None:
             steps = [(norm, partial(self.mlp, recomputed=recomputed))]
@@ -194,6 +203,9 @@ class Transformer(nn.Module):
             balance=torch.stack([layer.balance for layer in stats]).sum(),
             z=torch.stack([layer.z for layer in stats]).sum(),
             count_LE=torch.stack([layer.count_E for layer in stats]),
+            kept_LE=torch.stack([layer.kept_E for layer in stats]),
+            share_LE=torch.stack([layer.share_E for layer in stats]),
+            dropped_LK1=torch.stack([layer.dropped_K1 for layer in stats]),
             entropy_L=torch.stack([layer.entropy for layer in stats]),
             num_bad=torch.stack([layer.num_bad for layer in stats]).sum(),
         )

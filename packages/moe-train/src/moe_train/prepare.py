@@ -10,6 +10,7 @@ from moe_train.corpus import Corpus, load_corpus
 from moe_train.data import Sequences
 from moe_train.folder import RunFolder
 from moe_train.resume import check_continuation, find_state
+from moe_train.sinks import check_sinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
     Raises:
         MeshError: If the ranks cannot be divided as asked.
         CorpusError: If there is no text.
-        RunError: If the batch cannot be divided, the folder not be used, the run not continued.
+        RunError: If the batch cannot be divided, the folder not be used, the run not continued, or
+            the package of a sink is missing.
     """
     mesh = config.mesh
     plan = plan_mesh(
@@ -62,6 +64,7 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
         nvlink_domain=mesh.nvlink_domain,
     )
     config.check_batch(plan.dp)
+    check_sinks(config.log)
     corpus, train, held_out = load_sequences(config)
     folder = RunFolder(config.run_dir)
     state = find_state(folder)

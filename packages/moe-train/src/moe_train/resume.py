@@ -17,7 +17,7 @@ from moe_train.errors import RunError
 from moe_train.folder import RunFolder
 from moe_train.load_config import diff_configs
 
-_FIXED = ("model.", "routing.bias:", "train.dtype:")
+_FIXED = ("model.", "routing.bias:", "routing.balance_over:", "train.dtype:")
 _TEXT = ("data.sequence_length:", "data.seed:")
 _SILENT = ("data.allow_changed:",)
 

@@ -5,8 +5,9 @@ Read ``run`` first: it is the life of a run in order. Everything that can be ref
 """
 
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from hashlib import sha256
+from typing import Any
 
 import torch
 from moe_ckpt import DamageError
@@ -21,7 +22,9 @@ from moe_train.environment import environment
 from moe_train.errors import RunError
 from moe_train.load_config import to_toml
 from moe_train.metrics import MetricsLog
+from moe_train.observer import Observer
 from moe_train.prepare import Prepared, prepare
+from moe_train.profiling import marked
 from moe_train.ranks import RankInfo, join, pick_device
 from moe_train.report import write_report
 from moe_train.resume import check_continuation, find_state, target_step
@@ -78,17 +81,17 @@ class Job:
         """Train to the end, or until somebody asks to stop; then leave everything on disk."""
         self.target = self._continue()
         first = self.trainer.steps_done
+        self.observer = Observer(self.config, self.folder, self.trainer, self.target)
         log = MetricsLog(self.folder.metrics) if self.leads else nullcontext()
         with (
             StopRequest().listening() as stop,
             Console(self.target, first, enabled=self.leads) as self.console,
             log as self.log,
+            closing(self.observer),
+            marked(self.config.log),
         ):
             self._introduce()
-            if self.log is not None:
-                world = self.trainer.mesh.plan.world_size
-                self.log.truncate_after(first)
-                self.log.write({"kind": "run", "step": first, "world_size": world})
+            self.observer.open(self.log, self.console)
             stopped = self._train(stop)
             self._finish(stopped, stop)
 
@@ -116,7 +119,9 @@ class Job:
         since, steps = time.monotonic(), 0
         while trainer.steps_done < self.target:
             rate = trainer.learning_rate(trainer.steps_done)
+            self.observer.before_step()
             result = trainer.step()
+            self.observer.after_step(result)
             self.tokens += c.batch_size * self.config.data.sequence_length
             self.counts = self.counts.after(result)
             step, steps = trainer.steps_done, steps + 1
@@ -148,39 +153,37 @@ class Job:
         self.seconds += seconds
         tokens = steps * self.config.train.batch_size * self.config.data.sequence_length
         load_LE = result.load_LE
-        record = {
-            "kind": "train",
-            "step": self.trainer.steps_done,
-            "loss": float(result.loss),
-            "balance_loss": float(result.balance_loss),
-            "z_loss": float(result.z_loss),
-            "grad_norm": float(result.grad_norm),
-            "lr": rate,
-            "skipped": skipped,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "tokens_per_second": tokens / max(seconds, 1e-9),
-            "imbalance": float(load_LE.max()) * load_LE.shape[1],
-            "entropy": result.entropy_L.tolist(),
-            "load": load_LE.tolist(),
-            "unrouted": unrouted,
-        }
-        if self.log is not None:
-            self.log.write(record)
-        self.console.update(record)
+        self.observer.write(
+            {
+                "kind": "train",
+                "step": self.trainer.steps_done,
+                "loss": float(result.loss),
+                "balance_loss": float(result.balance_loss),
+                "z_loss": float(result.z_loss),
+                "grad_norm": float(result.grad_norm),
+                "lr": rate,
+                "skipped": skipped,
+                "tokens": self.tokens,
+                "seconds": self.seconds,
+                "tokens_per_second": tokens / max(seconds, 1e-9),
+                "imbalance": float(load_LE.max()) * load_LE.shape[1],
+                "entropy": result.entropy_L.tolist(),
+                "unrouted": unrouted,
+            }
+            | self.observer.details(result)
+        )
 
     def _evaluate(self) -> float:
         loss, tokens = self.trainer.evaluate()
-        if self.log is not None:
-            step = self.trainer.steps_done
-            self.log.write({"kind": "eval", "step": step, "loss": loss, "tokens": tokens})
+        step = self.trainer.steps_done
+        self.observer.write({"kind": "eval", "step": step, "loss": loss, "tokens": tokens})
+        if self.leads:
             self.console.say(f"step {step}: validation loss {loss:.4f} nats a byte")
         return loss
 
     def _save(self) -> None:
         self.checkpoints.save(target=self.target, seconds=self.seconds, tokens=self.tokens)
-        if self.log is not None:
-            self.log.write({"kind": "save", "step": self.trainer.steps_done})
+        self.observer.saved()
 
     def _introduce(self) -> None:
         """Say what was found and write down what is known at the start."""
@@ -232,9 +235,10 @@ class Job:
             return
         sample = text.decode("utf-8", errors="replace")
         self.folder.write_text("sample.txt", sample)
-        self.folder.write_json(
-            "result.json", {"step": step, "validation_loss": loss, "seconds": self.seconds}
-        )
+        result: dict[str, Any] = {"step": step, "validation_loss": loss, "seconds": self.seconds}
+        if self.observer.labels:
+            result["labels"] = self.observer.labels
+        self.folder.write_json("result.json", result)
         report = write_report(self.folder.root)
         if sample:
             say(f"a sample:\n{sample}")

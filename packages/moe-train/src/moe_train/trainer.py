@@ -6,6 +6,7 @@ averaged twice and no number of ranks appears in a loss.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,9 +18,12 @@ from moe_parallel import AdamWConfig, Mesh, ParamSpec, Shard, ShardedAdamW
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moe_train.clock import StepClock
 from moe_train.config import RunConfig
 from moe_train.data import SequenceSource, rank_share
+from moe_train.experts import MoE
 from moe_train.model import Sums, Transformer
+from moe_train.tape import Tape
 
 _EXPERT_MATRICES = (".moe.gate_up", ".moe.down")
 
@@ -33,6 +37,10 @@ class StepResult(NamedTuple):
         z_loss: Mean over tokens and layers of the squared log-partition.
         entropy_L: Entropy of the router's scores, nats, mean over tokens.
         load_LE: Fraction of the routed rows that each expert got.
+        count_LE: int64, rows that each expert was asked to take.
+        kept_LE: int64, those that it got: fewer where rows were dropped.
+        share_LE: Scores of each expert, as shares of a token's scores, summed over tokens.
+        dropped_LK1: int64, tokens of which 0 to K routes were dropped.
         num_bad: Tokens that could not be routed since their scores were not finite.
         grad_norm: Global norm of the gradient before clipping.
         skipped: Whether the update was skipped because a gradient was not finite.
@@ -43,6 +51,10 @@ class StepResult(NamedTuple):
     z_loss: Tensor
     entropy_L: Tensor
     load_LE: Tensor
+    count_LE: Tensor
+    kept_LE: Tensor
+    share_LE: Tensor
+    dropped_LK1: Tensor
     num_bad: Tensor
     grad_norm: Tensor
     skipped: Tensor
@@ -90,6 +102,12 @@ class Trainer:
         self.bias_LE = torch.zeros(
             shape, dtype=torch.promote_types(dtype, torch.float32), device=device
         )
+        self.moes = [m for m in self.model.modules() if isinstance(m, MoE)]
+        self.load_LE = torch.stack([moe.load_E for moe in self.moes])
+        for moe, load_E in zip(self.moes, self.load_LE, strict=True):
+            moe.load_E = load_E  # a view: what is written here, the layer reads
+        self.tape = Tape(config, self.moes)
+        self.clock = StepClock(device)
         c = config.optimizer
         self.optimizer = ShardedAdamW(
             param_specs(self.model),
@@ -108,21 +126,32 @@ class Trainer:
 
     def step(self) -> StepResult:
         """Make one update. A collective call."""
+        self.clock.start()
         batch = self.train_sequences.batch(self._next_samples(), self.device)
         micros = batch.split(self.config.train.microbatch_size)
         tokens = self._all_reduce(torch.tensor(float(batch.num_tokens), dtype=torch.float64))
         scale, routing = tokens.reciprocal(), self.config.routing
         total = self.bias_LE.new_zeros(())
+        self.clock.mark("data")
+        place = self.mesh.dp_rank * (self.config.train.batch_size // self.mesh.plan.dp)
         for micro in micros:
+            self.tape.before(self.steps_done, place, len(micro.inputs_BS), self.device)
             sums = self.model.sums(micro, self.bias_LE)
             loss = sums.cross_entropy + routing.balance * sums.balance + routing.z * sums.z
+            self.clock.mark("forward")
             (loss * scale).backward()
             self.optimizer.accumulate()
+            self.clock.mark("backward")
             total = total + _pack(sums)
+            self.tape.after(self.steps_done, place, len(micro.inputs_BS))
+            place += len(micro.inputs_BS)
         stats = self.optimizer.step(self.learning_rate(self.steps_done))
-        result, count_LE = self._unpack(self._all_reduce(total), scale)
+        self.clock.mark("optimizer")
+        result = self._unpack(self._all_reduce(total), scale)
         if routing.bias and routing.bias_rate:
-            self._update_bias(count_LE, stats.skipped)
+            self._update_bias(result.count_LE, stats.skipped)
+        self._update_load(result.count_LE, stats.skipped)
+        self.clock.mark("statistics")
         self.steps_done += 1
         self.samples_seen += self.config.train.batch_size
         return result._replace(grad_norm=stats.grad_norm, skipped=stats.skipped)
@@ -147,17 +176,13 @@ class Trainer:
         return loss / tokens, int(tokens)
 
     def shards(self) -> list[Shard]:
-        """Return the state of this rank, as views: optimizer state and the routers' bias."""
+        """Return the state of this rank, as views: of the optimizer and the routers."""
         shards = self.optimizer.shards()
         if self.mesh.dp_rank == 0:
-            shards += [
-                Shard(
-                    name=f"layers.{i}.moe.router_bias", kind="buffer",
-                    global_shape=tuple(bias_E.shape), flat_start=0, flat_stop=bias_E.numel(),
-                    data=bias_E,
-                )
-                for i, bias_E in zip(self.config.model.moe_layers, self.bias_LE, strict=True)
-            ]  # fmt: skip
+            layers = self.config.model.moe_layers
+            shards += _buffers("router_bias", layers, self.bias_LE)
+            if self.config.routing.balance_over == "global":
+                shards += _buffers("router_load", layers, self.load_LE)
         return shards
 
     def loaded(self, *, steps_done: int, samples_seen: int, step_count: int) -> None:
@@ -165,6 +190,7 @@ class Trainer:
         self.optimizer.loaded(step_count)
         if self.mesh.dp_group is not None:
             dist.broadcast(self.bias_LE, group_src=0, group=self.mesh.dp_group)
+            dist.broadcast(self.load_LE, group_src=0, group=self.mesh.dp_group)
         self.steps_done, self.samples_seen = steps_done, samples_seen
 
     def _next_samples(self) -> NDArray[np.int64]:
@@ -178,34 +204,60 @@ class Trainer:
         moved = [update_bias(b, n, rate) for b, n in zip(self.bias_LE, count_LE, strict=True)]
         self.bias_LE.copy_(torch.where(skipped, self.bias_LE, torch.stack(moved)))
 
+    def _update_load(self, count_LE: Tensor, skipped: Tensor) -> None:
+        """Keep the load of this step for the next, unless the step was skipped or had no rows."""
+        total_L1 = count_LE.sum(1, keepdim=True)
+        kept = skipped | (total_L1 == 0)
+        load_LE = (count_LE / total_L1.clamp(min=1)).to(self.load_LE.dtype)
+        self.load_LE.copy_(torch.where(kept, self.load_LE, load_LE))
+
     def _all_reduce(self, sums: Tensor) -> Tensor:
         sums = sums.to(self.device)
         if self.mesh.world_group is not None:
             dist.all_reduce(sums, group=self.mesh.world_group)
         return sums
 
-    def _unpack(self, sums: Tensor, scale: Tensor) -> tuple[StepResult, Tensor]:
+    def _unpack(self, sums: Tensor, scale: Tensor) -> StepResult:
         L, E = self.bias_LE.shape
-        head, entropy_L, count = sums.split([4, L, L * E])
-        count_LE = count.view(L, E)
-        result = StepResult(
+        K1 = self.config.model.top_k + 1
+        head, entropy_L, *parts = sums.split([4, L, L * E, L * E, L * E, L * K1])
+        count_LE, kept_LE, share_LE, dropped_LK1 = (part.view(L, -1) for part in parts)
+        return StepResult(
             loss=head[0] * scale,
             balance_loss=head[1] * scale / L,
             z_loss=head[2] * scale / L,
             entropy_L=entropy_L * scale,
             load_LE=count_LE / count_LE.sum(1, keepdim=True),
+            count_LE=count_LE.round().long(),
+            kept_LE=kept_LE.round().long(),
+            share_LE=share_LE,
+            dropped_LK1=dropped_LK1.round().long(),
             num_bad=head[3],
             grad_norm=head.new_zeros(()),
             skipped=head.new_zeros((), dtype=torch.bool),
         )
-        return result, count_LE.round().long()
 
 
 def _pack(sums: Sums) -> Tensor:
     """Put all sums into one float64 vector, which holds counts exactly up to 2^53."""
     head = [sums.cross_entropy, sums.balance, sums.z, sums.num_bad]
-    parts = [torch.stack([x.detach().double() for x in head]), sums.entropy_L, sums.count_LE]
+    parts = [
+        torch.stack([x.detach().double() for x in head]),
+        sums.entropy_L, sums.count_LE, sums.kept_LE, sums.share_LE, sums.dropped_LK1,
+    ]  # fmt: skip
     return torch.cat([part.double().flatten() for part in parts])
+
+
+def _buffers(name: str, layers: Sequence[int], value_LE: Tensor) -> list[Shard]:
+    """Return control state of the routers as shards, one for each layer."""
+    return [
+        Shard(
+            name=f"layers.{i}.moe.{name}", kind="buffer",
+            global_shape=tuple(value_E.shape), flat_start=0, flat_stop=value_E.numel(),
+            data=value_E,
+        )
+        for i, value_E in zip(layers, value_LE, strict=True)
+    ]  # fmt: skip
 
 
 def param_specs(model: Transformer) -> list[ParamSpec]:

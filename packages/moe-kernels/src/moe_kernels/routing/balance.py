@@ -5,7 +5,6 @@ from torch import Tensor
 
 from moe_kernels.routing.check import (
     check_balance,
-    check_device,
     check_ids,
     check_logits,
     check_router_dtype,

@@ -1,6 +1,7 @@
 """What a run is made of: one frozen class for each concern, checked when it is made."""
 
 from moe_train.config.data import DataConfig
+from moe_train.config.log import LogConfig
 from moe_train.config.mesh import MeshConfig
 from moe_train.config.model import ModelConfig
 from moe_train.config.optimizer import OptimizerConfig
@@ -10,6 +11,7 @@ from moe_train.config.train import TrainConfig
 
 __all__ = [
     "DataConfig",
+    "LogConfig",
     "MeshConfig",
     "ModelConfig",
     "OptimizerConfig",

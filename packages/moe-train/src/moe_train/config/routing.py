@@ -1,6 +1,7 @@
 """How tokens choose experts."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from moe_train.config.rules import require, require_no_less_than_zero, require_positive
@@ -17,10 +18,18 @@ class RoutingConfig:
             A group counts as much as its best two experts (DeepSeek-V3). 1 for no groups.
         top_groups: Groups that a token may use.
         scale: Factor of all weights.
-        balance: Weight of the balance loss, taken over each sequence.
+        balance: Weight of the balance loss.
+        balance_over: Whose load the balance loss evens out: that of each ``sequence``; the
+            ``global`` one of all ranks, as it was one step before (even before the first step); or
+            that of each ``microbatch`` of each rank, which depends on how the batch is split.
+        balance_form: ``product``, the usual loss, load times scores: it has a sign, and can fall
+            while the load gets worse. ``distance``: the squared distance of the load from even.
         z: Weight of the z-loss, the mean squared log-partition of the router.
         bias: Whether a selection bias keeps the load even (loss-free balancing).
         bias_rate: Step of that bias after each optimizer step; 0 leaves it as it has become.
+        forced: For benchmarks: experts that the router does not choose. ``uniform``: as many rows
+            for each; ``random``: drawn once for each place in a microbatch; ``replay``: recorded.
+        replay: Recording of the experts to replay, a folder that ``log.record_experts`` wrote.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -29,9 +38,13 @@ class RoutingConfig:
     top_groups: int = 1
     scale: float = 1.0
     balance: float = 0.01
+    balance_over: Literal["sequence", "global", "microbatch"] = "sequence"
+    balance_form: Literal["product", "distance"] = "product"
     z: float = 0.0
     bias: bool = False
     bias_rate: float = 0.001
+    forced: Literal["none", "uniform", "random", "replay"] = "none"
+    replay: Path | None = None
 
     def __post_init__(self) -> None:
         require_positive(
@@ -42,6 +55,11 @@ class RoutingConfig:
             f"top_groups must be in 1..num_groups ({self.num_groups}), got {self.top_groups}",
         )
         require_no_less_than_zero(balance=self.balance, z=self.z, bias_rate=self.bias_rate)
+        require(
+            (self.forced == "replay") == (self.replay is not None),
+            f"forced {self.forced} and replay {self.replay} do not fit: forced replay needs the "
+            "folder of a recording in replay, and nothing else takes one",
+        )
 
     def check_experts(self, num_experts: int, top_k: int) -> None:
         """Raise ValueError unless this many experts can be divided and chosen from."""

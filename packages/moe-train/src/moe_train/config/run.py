@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_train.config.data import DataConfig
+from moe_train.config.log import LogConfig
 from moe_train.config.mesh import MeshConfig
 from moe_train.config.model import ModelConfig
 from moe_train.config.optimizer import OptimizerConfig
@@ -28,6 +29,7 @@ class RunConfig:
         mesh: How the ranks divide the work.
         optimizer: AdamW and its schedule.
         train: The loop.
+        log: What the run tells about itself.
     """
 
     run_dir: Path = Path("runs/main")
@@ -38,11 +40,17 @@ class RunConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
         require_positive(nproc=self.nproc)
         self.routing.check_experts(self.model.num_experts, self.model.top_k)
-        for name, path in (("run_dir", self.run_dir), ("data.path", self.data.path)):
+        for name, path in (
+            ("run_dir", self.run_dir),
+            ("data.path", self.data.path),
+            ("routing.replay", self.routing.replay),
+            ("log.record_experts", self.log.record_experts),
+        ):
             require(
                 path is None or is_text(str(path)),
                 f"{name} {str(path)!r} is not UTF-8, as files that name it must be",

@@ -58,13 +58,15 @@ class RunData:
         """Average a list per layer over runs of consecutive records.
 
         Args:
-            key: ``entropy`` (a number per layer) or ``load`` (a list per layer).
+            key: Such as ``entropy`` (a number per layer) or ``load`` (a list per layer).
             buckets: The largest number of averages.
 
         Returns:
             The first step of each bucket [B], and the averages [B, layers, ...]. Records of
             another shape than the last one's are left out.
         """
+        if key not in self._stacks:
+            self._stacks[key] = _stack(self.train, key)
         steps, values = self._stacks[key]
         if len(steps) == 0:
             return steps, np.zeros((0, 0))
@@ -75,7 +77,25 @@ class RunData:
 
     @functools.cached_property
     def _stacks(self) -> dict[str, tuple[Array, Array]]:
-        return {key: _stack(self.train, key) for key in ("entropy", "load")}
+        return {}
+
+    def labels(self) -> list[str]:
+        """Return what records say of themselves, such as that experts were forced, once each."""
+        records = [*self.starts, *self.train, *self.evals]
+        lists = [r["labels"] for r in records if isinstance(r.get("labels"), list)]
+        return list(dict.fromkeys(str(label) for found in lists for label in found))
+
+    def alarms(self) -> list[str]:
+        """Return each alarm once: how often it rang, from and to which step, and its last words."""
+        rung: dict[str, list[tuple[int, str]]] = {}
+        for record in self.train:
+            found = record.get("alarms")
+            for line in found if isinstance(found, list) else []:
+                rung.setdefault(str(line).partition(":")[0], []).append((record["step"], str(line)))
+        return [
+            f"{times[-1][1]} ({len(times)} records, from step {times[0][0]} to {times[-1][0]})"
+            for _, times in sorted(rung.items())
+        ]
 
 
 def _stack(records: Sequence[Record], key: str) -> tuple[Array, Array]:
