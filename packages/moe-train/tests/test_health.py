@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from moe_kernels import route
 from moe_train.alarms import RouterWatch, gerrymander_index
+from moe_train.cli import command
 from moe_train.config import LogConfig
 from moe_train.health import router_health
 from moe_train.metrics import read_metrics
@@ -191,6 +192,12 @@ def test_a_run_records_health_for_each_layer_and_experts_only_if_asked(
         in [line for line in said.splitlines() if "tokens/s" in line][-1]
     )
     assert "forced routing: uniform" in (tmp_path / "b" / "report.html").read_text()
+    assert command(["eval", str(tmp_path / "b"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["labels"] == ["forced routing: uniform"]
+    assert command(["eval", str(tmp_path / "b")]) == 0
+    assert "; forced routing: uniform" in capsys.readouterr().out
+    assert command(["generate", str(tmp_path / "b"), "--bytes", "2"]) == 0
+    assert capsys.readouterr().err == "forced routing: uniform\n"
 
 
 def test_a_record_does_not_grow_with_experts_in_brief_mode(tiny_config, trainer_of) -> None:

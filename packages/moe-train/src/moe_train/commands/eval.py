@@ -13,6 +13,7 @@ from moe_train.commands.start import start
 from moe_train.config import RunConfig
 from moe_train.errors import RunError
 from moe_train.evaluation import evaluate
+from moe_train.labels import labels
 from moe_train.load_config import Layer
 from moe_train.prepare import load_sequences
 from moe_train.ranks import RankInfo, join, pick_device
@@ -95,10 +96,13 @@ def _work(options: EvalOptions, info: RankInfo) -> None:
         "bits": result.loss / math.log(2),
         "tokens": result.tokens,
     }
+    marks = labels(options.routing)
+    if marks:
+        facts["labels"] = marks
     if options.json:
         say_json(facts)
     else:
         say(
             f"step {found.step}: {result.loss:.4f} nats a token ({facts['bits']:.4f} bits) over "
-            f"{result.tokens:,} tokens of {facts['data']}"
+            f"{result.tokens:,} tokens of {facts['data']}" + "".join(f"; {m}" for m in marks)
         )

@@ -10,6 +10,7 @@ from moe_parallel import Mesh, plan_mesh
 from moe_train.commands.options import read_options, say, say_json
 from moe_train.config.rules import require, require_no_less_than_zero
 from moe_train.errors import RunError
+from moe_train.labels import labels
 from moe_train.ranks import RankInfo, pick_device
 from moe_train.sample import PROMPT, generate
 from moe_train.trained import TrainedModel, find_checkpoint
@@ -84,9 +85,12 @@ def main(argv: list[str]) -> int:
         model, options.bytes, prompt=prompt.encode(), temperature=options.temperature,
         top_k=options.top_k, top_p=options.top_p, seed=options.seed,
     ).decode(errors="replace")  # fmt: skip
+    marks = labels(config.routing)
     if options.json:
         about = {"checkpoint": str(found.reader.path), "step": found.step, "seed": options.seed}
+        about |= {"labels": marks} if marks else {}
         say_json({**about, "prompt": prompt, "text": text})
     else:
+        sys.stderr.writelines(f"{mark}\n" for mark in marks)
         say(text)
     return 0
