@@ -21,21 +21,32 @@ from moe_train.model import Transformer
 
 
 class ModelHolder(Protocol):
-    """What is needed to compute with a model: a trainer has it too.
+    """What is needed to compute with a model: a trainer has it too."""
 
-    Attributes:
-        config: The run.
-        mesh: This rank's place.
-        device: Where to compute.
-        model: The model.
-        bias_LE: The routers' selection bias.
-    """
+    @property
+    def config(self) -> RunConfig:
+        """The run."""
+        ...
 
-    config: RunConfig
-    mesh: Mesh
-    device: torch.device
-    model: Transformer
-    bias_LE: Tensor
+    @property
+    def mesh(self) -> Mesh:
+        """This rank's place."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where to compute."""
+        ...
+
+    @property
+    def model(self) -> Transformer:
+        """The model."""
+        ...
+
+    @property
+    def bias_LE(self) -> Tensor:  # noqa: N802, a shape suffix
+        """The routers' selection bias."""
+        ...
 
 
 class Found(NamedTuple):
