@@ -79,6 +79,9 @@ def _grouped(model: ModelConfig, routing: RoutingConfig) -> dict[str, Any]:
         )  # fmt: skip
     if routing.score != "softmax":
         raise _refuse("routing.score", routing.score, f"the router of {family} is softmax")
+    for name in ("num_groups", "scale"):
+        if getattr(routing, name) != 1:
+            raise _refuse(f"routing.{name}", getattr(routing, name), f"{family} has none")
     if routing.bias:
         raise _refuse("routing.bias", routing.bias, f"the router of {family} has no bias")
     if model.rope_pairs != "halves":
@@ -134,9 +137,9 @@ def _deepseek(model: ModelConfig, routing: RoutingConfig) -> dict[str, Any]:
         "moe_intermediate_size": model.expert_dim,
         "n_routed_experts": model.num_experts,
         "n_shared_experts": model.shared_dim // model.expert_dim,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 1.0,
+        "n_group": routing.num_groups,
+        "topk_group": routing.top_groups,
+        "routed_scaling_factor": routing.scale,
         "norm_topk_prob": routing.renormalize,
     }
 
@@ -185,9 +188,6 @@ def _check(hf: Mapping[str, Any], family: str) -> None:
         ("clip_qkv", hf.get("clip_qkv"), None),
         ("decoder_sparse_step", hf.get("decoder_sparse_step", 1), 1),
         ("moe_layer_freq", hf.get("moe_layer_freq", 1), 1),
-        ("n_group", hf.get("n_group") or 1, 1),
-        ("topk_group", hf.get("topk_group") or 1, 1),
-        ("routed_scaling_factor", hf.get("routed_scaling_factor", 1.0), 1.0),
         ("sliding_window", _window(hf), None),
     ):
         if value != plain:
@@ -237,4 +237,11 @@ def _deepseek_model(hf: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
         "dense_dim": hf["intermediate_size"] if dense else 0,
     }
     renormalize = bool(hf.get("norm_topk_prob", True))
-    return model, {"score": "sigmoid", "renormalize": renormalize, "bias": True}
+    return model, {
+        "score": "sigmoid",
+        "renormalize": renormalize,
+        "bias": True,
+        "num_groups": hf.get("n_group") or 1,
+        "top_groups": hf.get("topk_group") or 1,
+        "scale": float(hf.get("routed_scaling_factor", 1.0)),
+    }

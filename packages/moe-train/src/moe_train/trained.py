@@ -137,14 +137,12 @@ class TrainedModel:
             for name, parameter in model.named_parameters():
                 _read(found.reader, name, kind, parameter, mesh)
         self.model = model.to(device)
-        bias_LE = torch.zeros(
-            config.model.num_layers,
-            config.model.num_experts,
-            dtype=torch.promote_types(dtype, torch.float32),
-        )
-        for layer, bias_E in enumerate(bias_LE):
-            if f"layers.{layer}.moe.router_bias" in found.reader.names:
-                _read(found.reader, f"layers.{layer}.moe.router_bias", "buffer", bias_E, mesh)
+        layers, wide = config.model.moe_layers, torch.promote_types(dtype, torch.float32)
+        bias_LE = torch.zeros(len(layers), config.model.num_experts, dtype=wide)
+        for layer, bias_E in zip(layers, bias_LE, strict=True):
+            name = f"layers.{layer}.moe.router_bias"
+            if name in found.reader.names:
+                _read(found.reader, name, "buffer", bias_E, mesh)
         self.bias_LE = bias_LE.to(device)
 
 

@@ -47,6 +47,8 @@ COMMANDS = {
         Command("run", "", "train, or go on training", "run"),
         Command("eval", "RUN", "the loss of a trained model on held-out text", "eval"),
         Command("generate", "RUN", "text from a trained model", "generate"),
+        Command("export", "RUN OUT", "a trained model as Hugging Face keeps it", "export"),
+        Command("import", "SOURCE", "begin a run with a model of Hugging Face", "import_model"),
         Command("report", "RUN", "write RUN/report.html again from what was recorded", "report"),
         Command("data", "build|inspect", "make token shards, look at them", "data"),
         Command("config", "print|explain|diff|presets", "look at settings", "config"),
