@@ -6,8 +6,7 @@ import pytest
 import torch
 from moe_parallel import Mesh, plan_mesh
 from moe_train.config import DataConfig, ModelConfig, RunConfig, TrainConfig
-from moe_train.corpus import load_corpus
-from moe_train.data import Sequences
+from moe_train.data.training import open_data
 from moe_train.trainer import Trainer
 
 TINY = ModelConfig(
@@ -61,14 +60,13 @@ def tiny_config(text_folder: Path, tmp_path: Path) -> RunConfig:
 
 def make_trainer(config: RunConfig) -> Trainer:
     """Make the trainer of a run on one rank."""
-    corpus = load_corpus(config.data.path, config.data.suffix)
-    length = config.data.sequence_length
+    data = open_data(config.data, config.model.vocab_size, config.run_dir)
     return Trainer(
         config,
         Mesh.create(plan_mesh(1)),
         torch.device("cpu"),
-        Sequences(corpus.train, length),
-        Sequences(corpus.held_out, length),
+        data.train,
+        data.validation,
     )
 
 

@@ -19,7 +19,9 @@ ELSEWHERE = ("moe_train.config", "moe_train.load_config")  # these read every se
 REFUSED = {("MeshConfig", "tp"), ("MeshConfig", "cp")}  # there so that they are refused by name
 
 
-def test_every_setting_is_read_by_the_program(tmp_path, text_folder, monkeypatch) -> None:
+def test_every_setting_is_read_by_the_program(
+    tmp_path, text_folder, tokenizer_file, monkeypatch
+) -> None:
     read, shown = set(), set()
 
     def watch(section: type) -> None:
@@ -64,6 +66,9 @@ def test_every_setting_is_read_by_the_program(tmp_path, text_folder, monkeypatch
         "run-dir": tmp_path / "b",
     }  # fmt: skip
     assert command([*words, *(w for n, v in latent.items() for w in (f"--{n}", str(v)))]) == 0
+    other = ["--run-dir", str(tmp_path / "c"), "--model.vocab-size", "300"]
+    other += ["--data.tokenizer", str(tokenizer_file), "--data.eos", "</s>"]
+    assert command([*words, *other]) == 0
     assert FIELDS - REFUSED - read == set()
     assert not read & REFUSED
 

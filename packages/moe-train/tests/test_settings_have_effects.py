@@ -35,6 +35,8 @@ EFFECTS = [
     ("optimizer", "weight_decay", 0.5),
     ("optimizer", "max_norm", 0.001),
     ("data", "seed", 1),
+    ("data", "packing", "documents"),
+    ("data", "sequence_length", 8),
     ("train", "seed", 1),
     ("train", "batch_size", 4),
 ]
@@ -72,6 +74,7 @@ def test_without_a_change_the_weights_are_the_same(config, trainer_of) -> None:
 
 
 HARMLESS = [
+    ("data", "prefetch", 0),
     ("train", "microbatch_size", 2),
     ("train", "recompute", True),
     ("train", "threads", 2),

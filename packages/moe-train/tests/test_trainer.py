@@ -83,7 +83,7 @@ def test_loss_before_an_update_is_the_validation_loss_of_that_batch(
 ) -> None:
     trainer = trainer_of(replace(tiny_config, train=replace(tiny_config.train, batch_size=4)))
     trainer.step()
-    batch = trainer.train_sequences.batch(trainer._next_samples())
+    batch = trainer._request().batch()
     same = Sequences(np.zeros(4 * 16 + 1, np.uint8), 16)
     same.batch = lambda numbers, device=None: batch  # the four sequences, in one piece
     trainer.held_out = same

@@ -9,7 +9,7 @@ from moe_ckpt.torch_adapter import communicator
 from moe_parallel import Shard
 
 from moe_train.config import RunConfig
-from moe_train.corpus import Corpus
+from moe_train.data.training import TrainingData
 from moe_train.folder import RunFolder
 from moe_train.load_config import to_dict
 from moe_train.trainer import Trainer
@@ -21,11 +21,11 @@ class Checkpoints:
     Args:
         folder: The run's folder.
         trainer: Whose state is saved.
-        corpus: The text, whose digest is kept with the state.
+        data: The text, whose digest is kept with the state.
     """
 
-    def __init__(self, folder: RunFolder, trainer: Trainer, corpus: Corpus):
-        self.folder, self.trainer, self.corpus = folder, trainer, corpus
+    def __init__(self, folder: RunFolder, trainer: Trainer, data: TrainingData):
+        self.folder, self.trainer, self.data = folder, trainer, data
         group = trainer.mesh.world_group
         self.comm = Alone() if group is None else communicator(group)
 
@@ -49,7 +49,7 @@ class Checkpoints:
                 "target": target,
                 "seconds": seconds,
                 "tokens": tokens,
-                "corpus": {"digest": self.corpus.digest, "origin": self.corpus.origin},
+                "corpus": {"digest": self.data.digest, "origin": self.data.origin},
                 "config": portable(config),
             },
             comm=self.comm,

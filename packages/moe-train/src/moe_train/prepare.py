@@ -6,8 +6,7 @@ from typing import Any
 from moe_parallel import MeshPlan, plan_mesh
 
 from moe_train.config import RunConfig
-from moe_train.corpus import Corpus, load_corpus
-from moe_train.data import Sequences
+from moe_train.data.training import TrainingData, open_data
 from moe_train.folder import RunFolder
 from moe_train.resume import check_continuation, find_state
 from moe_train.sinks import check_sinks
@@ -19,30 +18,15 @@ class Prepared:
 
     Attributes:
         plan: The mesh.
-        corpus: The text.
-        train: Sequences to train on.
-        held_out: Sequences to validate on.
+        data: What is trained on and what is held out.
         folder: The run's folder.
         state: State of the checkpoint to continue from, or None at the beginning.
     """
 
     plan: MeshPlan
-    corpus: Corpus
-    train: Sequences
-    held_out: Sequences
+    data: TrainingData
     folder: RunFolder
     state: dict[str, Any] | None
-
-
-def load_sequences(config: RunConfig) -> tuple[Corpus, Sequences, Sequences]:
-    """Return the text, its sequences to train on, and those to validate on.
-
-    Raises:
-        CorpusError: If there is no text, or too little for one sequence.
-    """
-    corpus = load_corpus(config.data.path, config.data.suffix, exclude=config.run_dir)
-    length = config.data.sequence_length
-    return corpus, Sequences(corpus.train, length), Sequences(corpus.held_out, length)
 
 
 def prepare(config: RunConfig, world_size: int) -> Prepared:
@@ -50,7 +34,7 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
 
     Raises:
         MeshError: If the ranks cannot be divided as asked.
-        CorpusError: If there is no text.
+        CorpusError: If there is no text, or the model has not its vocabulary.
         RunError: If the batch cannot be divided, the folder not be used, the run not continued, or
             the package of a sink is missing.
     """
@@ -65,9 +49,9 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
     )
     config.check_batch(plan.dp)
     check_sinks(config.log)
-    corpus, train, held_out = load_sequences(config)
+    data = open_data(config.data, config.model.vocab_size, config.run_dir)
     folder = RunFolder(config.run_dir)
     state = find_state(folder)
     if state is not None:
-        check_continuation(state, config, corpus)
-    return Prepared(plan, corpus, train, held_out, folder, state)
+        check_continuation(state, config, data.digest)
+    return Prepared(plan, data, folder, state)

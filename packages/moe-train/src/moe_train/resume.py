@@ -12,13 +12,13 @@ from moe_ckpt import find_latest, open_checkpoint
 
 from moe_train.checkpoints import portable
 from moe_train.config import RunConfig
-from moe_train.corpus import Corpus
 from moe_train.errors import RunError
 from moe_train.folder import RunFolder
 from moe_train.load_config import diff_configs
 
 _FIXED = ("model.", "routing.bias:", "routing.balance_over:", "train.dtype:")
-_TEXT = ("data.sequence_length:", "data.seed:")
+_TEXT = ("data.sequence_length:", "data.seed:", "data.packing:")
+_SOURCES = ("data.path:", "data.sources:", "data.tokenizer:", "data.eos:")
 _SILENT = ("data.allow_changed:",)
 
 
@@ -47,7 +47,7 @@ def _is_evidence(name: str) -> bool:
     return name == "LATEST" or name.startswith("step-")
 
 
-def check_continuation(state: Mapping[str, Any], config: RunConfig, corpus: Corpus) -> list[str]:
+def check_continuation(state: Mapping[str, Any], config: RunConfig, digest: str) -> list[str]:
     """Return one line for each setting that differs from the checkpoint's.
 
     Raises:
@@ -61,8 +61,9 @@ def check_continuation(state: Mapping[str, Any], config: RunConfig, corpus: Corp
             "its settings, or set run_dir to begin another run"
         )
     text = [line for line in changes if line.startswith(_TEXT)]
-    before, now = state["corpus"]["digest"], corpus.digest
+    before, now = state["corpus"]["digest"], digest
     if before != now:
+        text += [line for line in changes if line.startswith(_SOURCES)]
         text.append(f"SHA-256 {before[:12]}… -> {now[:12]}…")
     if text and not config.data.allow_changed:
         raise RunError(

@@ -46,7 +46,7 @@ def run(config: RunConfig, info: RankInfo) -> None:
         join(info, device)
         mesh = Mesh.create(prepared.plan)
         check_same(_start_of(config, prepared), "the start of the run", mesh)
-        trainer = Trainer(config, mesh, device, prepared.train, prepared.held_out)
+        trainer = Trainer(config, mesh, device, prepared.data.train, prepared.data.validation)
         Job(config, prepared, trainer).go()
 
 
@@ -54,7 +54,7 @@ def _start_of(config: RunConfig, prepared: Prepared) -> str:
     """Return what ranks must agree on, short enough to print when they do not."""
     settings = sha256(repr(config).encode()).hexdigest()[:12]
     found = "no checkpoint" if prepared.state is None else f"step {prepared.state['steps_done']}"
-    return f"settings {settings}, text {prepared.corpus.digest[:12]}, {found}"
+    return f"settings {settings}, text {prepared.data.digest[:12]}, {found}"
 
 
 class Job:
@@ -71,7 +71,7 @@ class Job:
         self.folder = prepared.folder
         self.leads = trainer.mesh.rank == 0
         self.seconds, self.tokens = 0.0, 0
-        self.checkpoints = Checkpoints(self.folder, trainer, prepared.corpus)
+        self.checkpoints = Checkpoints(self.folder, trainer, prepared.data)
         self.passed_over: list[str] = []
         self.changes: list[str] = []
         # Counted on the device and read when a record is written, so that no step waits.
@@ -108,7 +108,7 @@ class Job:
                 "run, set run_dir to another folder or remove this one"
             ) from error
         # What was loaded may be older than what `prepare` has looked at.
-        self.changes = check_continuation(loaded.state, self.config, self.prepared.corpus)
+        self.changes = check_continuation(loaded.state, self.config, self.prepared.data.digest)
         self.seconds, self.tokens = loaded.state["seconds"], loaded.state["tokens"]
         self.passed_over = [f"{s.path}: {s.reason}" for s in loaded.skipped]
         return target_step(loaded.state, steps)
@@ -116,20 +116,21 @@ class Job:
     def _train(self, stop: StopRequest) -> bool:
         """Take steps to the target. Returns whether somebody stopped it before."""
         c, trainer = self.config.train, self.trainer
-        since, steps = time.monotonic(), 0
+        since, tokens = time.monotonic(), 0
         while trainer.steps_done < self.target:
             rate = trainer.learning_rate(trainer.steps_done)
             self.observer.before_step()
             result = trainer.step()
             self.observer.after_step(result)
-            self.tokens += c.batch_size * self.config.data.sequence_length
+            self.tokens += trainer.step_tokens
+            tokens += trainer.step_tokens
             self.counts = self.counts.after(result)
-            step, steps = trainer.steps_done, steps + 1
+            step = trainer.steps_done
             stopped = stop.agreed(trainer.mesh, trainer.device)
             ends = stopped or step == self.target
             if step % c.log_every == 0 or ends or _due(step, c.save_every):
-                self._log(result, rate, time.monotonic() - since, steps)
-                since, steps = time.monotonic(), 0
+                self._log(result, rate, time.monotonic() - since, tokens)
+                since, tokens = time.monotonic(), 0
             paused = time.monotonic()
             if not ends and _due(step, c.eval_every):
                 self._evaluate()
@@ -140,7 +141,7 @@ class Job:
                 return True
         return False
 
-    def _log(self, result: StepResult, rate: float, seconds: float, steps: int) -> None:
+    def _log(self, result: StepResult, rate: float, seconds: float, tokens: int) -> None:
         """Record a step, and what happened since the record before. Waits for the device."""
         in_a_row, skipped, unrouted = (int(count) for count in self.counts)
         if in_a_row >= MAX_SKIPPED:
@@ -151,7 +152,6 @@ class Job:
             )
         self.counts = Counts(self.counts.in_a_row, *torch.zeros_like(torch.stack(self.counts[1:])))
         self.seconds += seconds
-        tokens = steps * self.config.train.batch_size * self.config.data.sequence_length
         load_LE = result.load_LE
         self.observer.write(
             {
@@ -174,11 +174,17 @@ class Job:
         )
 
     def _evaluate(self) -> float:
-        loss, tokens = self.trainer.evaluate()
-        step = self.trainer.steps_done
-        self.observer.write({"kind": "eval", "step": step, "loss": loss, "tokens": tokens})
+        data, step = self.prepared.data, self.trainer.steps_done
+        sets = {name: self.trainer.evaluate(source) for name, source in data.held_out.items()}
+        losses = {name: loss for name, (loss, _) in sets.items()}
+        loss, tokens = data.mean(losses), sum(tokens for _, tokens in sets.values())
+        record: dict[str, Any] = {"kind": "eval", "step": step, "loss": loss, "tokens": tokens}
+        record["nats_per_byte"] = loss / data.bytes_per_token
+        self.observer.write(record | ({"losses": losses} if len(losses) > 1 else {}))
         if self.leads:
-            self.console.say(f"step {step}: validation loss {loss:.4f} nats a byte")
+            each = ", ".join(f"{name} {one:.4f}" for name, one in losses.items())
+            among = f" ({each})" if len(losses) > 1 else ""
+            self.console.say(f"step {step}: validation loss {data.describe(loss)}{among}")
         return loss
 
     def _save(self) -> None:
@@ -190,13 +196,11 @@ class Job:
         if not self.leads:
             return
         p, c, say = self.prepared, self.config, self.console.say
-        corpus, mesh = p.corpus, self.trainer.mesh.plan
+        data, mesh = p.data, self.trainer.mesh.plan
         world, steps = mesh.world_size, self.target - self.trainer.steps_done
-        say(
-            f"{corpus.num_files[0]} files, {len(corpus.train):,} bytes of {corpus.origin}; "
-            f"{corpus.num_files[1]} files, {len(corpus.held_out):,} bytes held out"
-        )
-        references = reference_losses(corpus)
+        for line in data.about:
+            say(line)
+        references = {} if data.text is None else reference_losses(data.text)
         for name, loss in references.items():
             say(f"reference: a {name} table reaches {loss:.2f} nats a byte on the held-out files")
         parameters = sum(
@@ -230,19 +234,20 @@ class Job:
             return
         loss = self._evaluate()
         length = self.config.train.sample_bytes
-        text = generate(self.trainer, length) if length else b""
+        data = self.prepared.data
+        sample = generate(self.trainer, length, data.tokenizer) if length else ""
         if not self.leads:
             return
-        sample = text.decode("utf-8", errors="replace")
         self.folder.write_text("sample.txt", sample)
         result: dict[str, Any] = {"step": step, "validation_loss": loss, "seconds": self.seconds}
+        result["nats_per_byte"] = loss / data.bytes_per_token
         if self.observer.labels:
             result["labels"] = self.observer.labels
         self.folder.write_json("result.json", result)
         report = write_report(self.folder.root)
         if sample:
             say(f"a sample:\n{sample}")
-        say(f"validation loss {loss:.4f} nats a byte after {step} steps")
+        say(f"validation loss {data.describe(loss)} after {step} steps")
         say(f"checkpoints: {self.folder.checkpoints}")
         say(f"report: {report}")
 

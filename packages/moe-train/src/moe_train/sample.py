@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from moe_train.data.tokenizer import Tokenizer
 from moe_train.trained import ModelHolder
 
 PROMPT = b"def "
@@ -12,23 +13,25 @@ PROMPT = b"def "
 def generate(
     holder: ModelHolder,
     length: int,
+    tokenizer: Tokenizer,
     *,
     prompt: bytes = PROMPT,
     temperature: float = 0.7,
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
-) -> bytes:
-    """Continue a prompt by up to ``length`` bytes.
+) -> str:
+    """Continue a prompt by up to ``length`` tokens.
 
     All ranks make the same draws, as each may hold experts that the others need. A collective
-    call. Each byte costs a forward pass over the bytes before it, at most a sequence of them.
+    call. Each token costs a forward pass over those before it, at most a sequence of them.
 
     Args:
         holder: Holds the model.
-        length: Bytes to generate. Fewer come where the model's scores are not finite.
-        prompt: What to continue, at least one byte.
-        temperature: Divides the logits; lower is more cautious, 0 takes the likeliest byte.
+        length: Tokens to generate. Fewer come where the model's scores are not finite.
+        tokenizer: Between text and tokens.
+        prompt: UTF-8 to continue, at least one token.
+        temperature: Divides the logits; lower is more cautious, 0 takes the likeliest token.
         top_k: Draw among so many likeliest only; 0 for all.
         top_p: Draw among the fewest that have this probability together; 1 for all.
         seed: Of the draws.
@@ -37,7 +40,7 @@ def generate(
         Prompt and continuation.
     """
     generator = torch.Generator().manual_seed(seed)
-    text = list(prompt)
+    text = tokenizer.encode([prompt])[0].tolist() or [0]
     for _ in range(length):
         window = text[-holder.config.data.sequence_length :]
         inputs_BS = torch.tensor([window], device=holder.device)
@@ -46,7 +49,7 @@ def generate(
         if not logits_V.isfinite().all():
             break
         text.append(draw(logits_V, temperature, top_k, top_p, generator))
-    return bytes(text)
+    return tokenizer.decode(text)
 
 
 def draw(

@@ -9,18 +9,17 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from moe_dispatch import make_dispatcher
 from moe_kernels import update_bias
 from moe_parallel import AdamWConfig, Mesh, ParamSpec, Shard, ShardedAdamW
-from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_train.clock import StepClock
 from moe_train.config import RunConfig
 from moe_train.data import SequenceSource, rank_share
+from moe_train.data.prefetch import Prefetcher, Request
 from moe_train.experts import MoE
 from moe_train.model import Sums, Transformer
 from moe_train.tape import Tape
@@ -73,6 +72,7 @@ class Trainer:
     Attributes:
         steps_done: Optimizer steps made, skipped ones included.
         samples_seen: Sequences that all ranks together were given.
+        step_tokens: Tokens of the last step, padding excluded, of all ranks.
     """
 
     def __init__(
@@ -87,7 +87,8 @@ class Trainer:
         self.config, self.mesh, self.device = config, mesh, device
         self.train_sequences: SequenceSource = train
         self.held_out: SequenceSource = held_out
-        self.steps_done = self.samples_seen = 0
+        self.prefetcher = Prefetcher(device, config.data.prefetch)
+        self.steps_done = self.samples_seen = self.step_tokens = 0
         dtype = getattr(torch, config.train.dtype)
         self.model = Transformer(
             config.model,
@@ -127,7 +128,8 @@ class Trainer:
     def step(self) -> StepResult:
         """Make one update. A collective call."""
         self.clock.start()
-        batch = self.train_sequences.batch(self._next_samples(), self.device)
+        request = self._request()
+        batch = self.prefetcher.get(request)
         micros = batch.split(self.config.train.microbatch_size)
         tokens = self._all_reduce(torch.tensor(float(batch.num_tokens), dtype=torch.float64))
         scale, routing = tokens.reciprocal(), self.config.routing
@@ -153,23 +155,28 @@ class Trainer:
         self._update_load(result.count_LE, stats.skipped)
         self.clock.mark("statistics")
         self.steps_done += 1
+        self.step_tokens = request.num_tokens()
         self.samples_seen += self.config.train.batch_size
         return result._replace(grad_norm=stats.grad_norm, skipped=stats.skipped)
 
     @torch.no_grad()
-    def evaluate(self) -> tuple[float, int]:
-        """Return the mean cross-entropy of the held-out sequences, and the tokens of the mean.
+    def evaluate(self, held_out: SequenceSource | None = None) -> tuple[float, int]:
+        """Return the mean cross-entropy of held-out sequences, and the tokens of the mean.
 
         Every rank makes the same number of forward passes, as experts of one may be needed by
         another. A collective call; changes nothing that training depends on.
+
+        Args:
+            held_out: The sequences; those that the trainer was made with if left away.
         """
         dp = self.mesh.plan.dp
-        numbers = self.held_out.spread(self.config.train.eval_sequences)
+        held_out = held_out or self.held_out
+        numbers = held_out.spread(self.config.train.eval_sequences)
         at_once = dp * max(1, 16 // dp)
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for start in range(0, len(numbers), at_once):
             mine = rank_share(numbers[start : start + at_once], self.mesh.dp_rank, dp)
-            batch = self.held_out.batch(mine, self.device)
+            batch = held_out.batch(mine, self.device)
             sums = self.model.sums(batch, self.bias_LE)
             total += torch.stack([sums.cross_entropy.double(), total.new_tensor(batch.num_tokens)])
         loss, tokens = self._all_reduce(total).tolist()
@@ -193,10 +200,16 @@ class Trainer:
             dist.broadcast(self.load_LE, group_src=0, group=self.mesh.dp_group)
         self.steps_done, self.samples_seen = steps_done, samples_seen
 
-    def _next_samples(self) -> NDArray[np.int64]:
-        c = self.config
-        numbers = self.train_sequences.order(self.samples_seen, c.train.batch_size, c.data.seed)
-        return rank_share(numbers, self.mesh.dp_rank, self.mesh.plan.dp)
+    def _request(self) -> Request:
+        """Say which sequences of the run this rank is given next."""
+        return Request(
+            source=self.train_sequences,
+            first=self.samples_seen,
+            number=self.config.train.batch_size,
+            seed=self.config.data.seed,
+            rank=self.mesh.dp_rank,
+            size=self.mesh.plan.dp,
+        )
 
     def _update_bias(self, count_LE: Tensor, skipped: Tensor) -> None:
         """Move the selection bias once for the whole step, unless the step was skipped."""

@@ -176,12 +176,14 @@ def _summary(shards: Shards) -> Iterator[str]:
         if not len(tokens):
             yield f"{part}: nothing"
             continue
-        sizes = np.concatenate([np.diff(ends, prepend=0) for ends in tokens.ends])
+        sizes = [np.diff(ends, prepend=0) for ends in tokens.ends]
+        least, most = min(int(n.min()) for n in sizes), max(int(n.max()) for n in sizes)
+        mean = len(tokens) / tokens.num_documents
         yield (
             f"{part}: {len(tokens):,} tokens of {tokens.num_bytes:,} bytes "
             f"({tokens.bytes_per_token:.3f} bytes a token) in {tokens.num_documents:,} documents, "
-            f"{len(tokens.pieces)} files; tokens a document: {sizes.min():,} to {sizes.max():,}, "
-            f"half of them at most {int(np.median(sizes)):,}"
+            f"{len(tokens.pieces)} files; tokens a document: {least:,} to "
+            f"{most:,}, {mean:,.0f} on average"
         )
     yield f"digest {shards.digest}"
 

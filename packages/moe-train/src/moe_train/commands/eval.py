@@ -11,11 +11,11 @@ from moe_parallel import Mesh, plan_mesh
 from moe_train.commands.options import read_options, say, say_json
 from moe_train.commands.start import start
 from moe_train.config import RunConfig
+from moe_train.data.training import open_data
 from moe_train.errors import RunError
 from moe_train.evaluation import evaluate
 from moe_train.labels import labels
 from moe_train.load_config import Layer
-from moe_train.prepare import load_sequences
 from moe_train.ranks import RankInfo, join, pick_device
 from moe_train.trained import TrainedModel, find_checkpoint
 
@@ -80,21 +80,26 @@ def options_of(argv: list[str]) -> EvalOptions:
 def _work(options: EvalOptions, info: RankInfo) -> None:
     found, device = find_checkpoint(options.run, options.step), pick_device(options, info)
     plan = plan_mesh(info.world_size, ep=options.mesh.ep, num_experts=options.model.num_experts)
-    _, _, held_out = load_sequences(options)
+    text = open_data(options.data, options.model.vocab_size, found.run)
     join(info, device)
     mesh = Mesh.create(plan)
     model = TrainedModel(found, options, mesh, device, kind=options.weights)
-    result = evaluate(model, held_out, options.train.eval_sequences)
+    number = options.train.eval_sequences
+    results = {name: evaluate(model, one, number) for name, one in text.held_out.items()}
+    losses = {name: result.loss for name, result in results.items()}
+    loss, tokens = text.mean(losses), sum(result.tokens for result in results.values())
     if info.rank:
         return
-    facts = {
+    facts: dict[str, object] = {
         "checkpoint": str(found.reader.path),
         "step": found.step,
         "weights": options.weights,
-        "data": str(options.data.path or "the sources of Python's standard library"),
-        "loss": result.loss,
-        "bits": result.loss / math.log(2),
-        "tokens": result.tokens,
+        "data": text.origin,
+        "loss": loss,
+        "bits": loss / math.log(2),
+        "nats_per_byte": loss / text.bytes_per_token,
+        "losses": losses,
+        "tokens": tokens,
     }
     marks = labels(options.routing)
     if marks:
@@ -103,6 +108,8 @@ def _work(options: EvalOptions, info: RankInfo) -> None:
         say_json(facts)
     else:
         say(
-            f"step {found.step}: {result.loss:.4f} nats a token ({facts['bits']:.4f} bits) over "
-            f"{result.tokens:,} tokens of {facts['data']}" + "".join(f"; {m}" for m in marks)
+            f"step {found.step}: {text.describe(loss)} ({loss / math.log(2):.4f} bits a token) "
+            f"over {tokens:,} tokens of {facts['data']}" + "".join(f"; {m}" for m in marks)
         )
+        for name, one in losses.items() if len(losses) > 1 else ():
+            say(f"  {name}: {text.describe(one)}")

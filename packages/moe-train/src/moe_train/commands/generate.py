@@ -9,6 +9,7 @@ from moe_parallel import Mesh, plan_mesh
 
 from moe_train.commands.options import read_options, say, say_json
 from moe_train.config.rules import require, require_no_less_than_zero
+from moe_train.data.training import tokenizer_of
 from moe_train.errors import RunError
 from moe_train.labels import labels
 from moe_train.ranks import RankInfo, pick_device
@@ -25,7 +26,7 @@ class GenerateOptions:
         step: Of the checkpoint; the newest without it.
         weights: The weights, or their averages where the run keeps them.
         prompt: Text to continue; ``-`` reads it from the standard input.
-        bytes: How many to add.
+        bytes: How many to add; of a run with a tokenizer, how many tokens.
         temperature: Divides the logits; lower is more cautious, 0 takes the likeliest byte.
         top_k: Draw among so many likeliest only; 0 for all.
         top_p: Draw among the fewest that have this probability together; 1 for all.
@@ -82,9 +83,10 @@ def main(argv: list[str]) -> int:
         raise RunError("the standard input is empty, and a prompt must have at least one byte")
     model = TrainedModel(found, config, Mesh.create(plan_mesh(1)), device, kind=options.weights)
     text = generate(
-        model, options.bytes, prompt=prompt.encode(), temperature=options.temperature,
-        top_k=options.top_k, top_p=options.top_p, seed=options.seed,
-    ).decode(errors="replace")  # fmt: skip
+        model, options.bytes, tokenizer_of(config.data), prompt=prompt.encode(),
+        temperature=options.temperature, top_k=options.top_k, top_p=options.top_p,
+        seed=options.seed,
+    )  # fmt: skip
     marks = labels(config.routing)
     if options.json:
         about = {"checkpoint": str(found.reader.path), "step": found.step, "seed": options.seed}

@@ -13,6 +13,7 @@ _SPEED = {
     "mesh.ep",
     "mesh.pp",
     "mesh.nvlink_domain",
+    "data.prefetch",
     "train.microbatch_size",
     "train.recompute",
     "train.threads",

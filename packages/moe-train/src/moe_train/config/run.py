@@ -13,8 +13,6 @@ from moe_train.config.rules import is_text, require, require_positive
 from moe_train.config.train import TrainConfig
 from moe_train.errors import RunError
 
-NUM_BYTES = 256
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
@@ -55,11 +53,6 @@ class RunConfig:
                 path is None or is_text(str(path)),
                 f"{name} {str(path)!r} is not UTF-8, as files that name it must be",
             )
-        require(
-            self.model.vocab_size >= NUM_BYTES,
-            f"model.vocab_size must be at least {NUM_BYTES}, as text is read as bytes, got "
-            f"{self.model.vocab_size}",
-        )
 
     def check_batch(self, dp: int) -> None:
         """Raise unless ``dp`` ranks can divide the batch.

@@ -1,7 +1,7 @@
 """Sequences of one step, and what should be predicted at each of their tokens."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -62,6 +62,27 @@ class Batch:
             None if document_BS is None else document_BS[start:stop],
             None if valid_B is None else valid_B[start:stop],
         )
+
+    @staticmethod
+    def joined(batches: Sequence["Batch"]) -> "Batch":
+        """Return the sequences of several batches that are alike in what they carry."""
+        first = batches[0]
+        documents = [b.document_BS for b in batches if b.document_BS is not None]
+        valid = [b.valid_B for b in batches if b.valid_B is not None]
+        return Batch(
+            torch.cat([b.inputs_BS for b in batches]),
+            torch.cat([b.targets_BS for b in batches]),
+            any(b.padded for b in batches),
+            None if first.document_BS is None else torch.cat(documents),
+            None if first.valid_B is None else np.concatenate(valid),
+        )
+
+    def taken(self, order_B: Tensor) -> "Batch":
+        """Return the sequences in another order, given as indices on the host."""
+        batch = self.each(lambda tensor: tensor[order_B])
+        if self.valid_B is None:
+            return batch
+        return replace(batch, valid_B=self.valid_B[order_B.numpy()])
 
     def to(self, device: torch.device) -> "Batch":
         """Copy to a device. The copy does not wait where the tensors are pinned."""

@@ -28,6 +28,10 @@ class SequenceSource(Protocol):
         """Return the sequences of these numbers."""
         ...
 
+    def num_tokens(self, numbers: NDArray[np.int64]) -> int:
+        """Return how many real tokens the sequences of these numbers have, without reading them."""
+        ...
+
     def spread(self, number: int) -> NDArray[np.int64]:
         """Return up to ``number`` sequence numbers, evenly spread over all."""
         ...
@@ -63,8 +67,13 @@ class Sequences:
     def batch(self, numbers: NDArray[np.int64], device: torch.device | None = None) -> Batch:
         """Return the sequences of these numbers, each in ``0..count-1``."""
         rows = self.tokens.rows(numbers * self.length, self.length + 1)
-        tokens_BS = torch.from_numpy(rows).to(device)
-        return Batch(tokens_BS[:, :-1].contiguous(), tokens_BS[:, 1:].contiguous())
+        # In numpy, as torch would start threads for it in the thread that makes batches ahead.
+        inputs, targets = rows[:, :-1].copy(), rows[:, 1:].copy()
+        return Batch(torch.from_numpy(inputs).to(device), torch.from_numpy(targets).to(device))
+
+    def num_tokens(self, numbers: NDArray[np.int64]) -> int:
+        """Return how many tokens the sequences of these numbers have."""
+        return len(numbers) * self.length
 
     def spread(self, number: int) -> NDArray[np.int64]:
         """Return up to ``number`` sequence numbers, evenly spread over the text."""
