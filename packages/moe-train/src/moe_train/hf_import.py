@@ -41,8 +41,8 @@ def begin(config: RunConfig, source: Path, info: RankInfo) -> int:
     with folder.locked() if info.rank == 0 else nullcontext():
         join(info, device)
         mesh = Mesh.create(prepared.plan)
-        trainer = Trainer(config, mesh, device, prepared.train, prepared.held_out)
-        checkpoints = Checkpoints(folder, trainer, prepared.corpus)
+        trainer = Trainer(config, mesh, device, prepared.data.train, prepared.data.validation)
+        checkpoints = Checkpoints(folder, trainer, prepared.data)
         try:
             if info.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
