@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TYPES = {"half": "bf16", "single": "fp32"}
-NOT_DIVISIBLE = ("E", "N", "row", "f")
+NOT_DIVISIBLE = ("E", "N", "row", "f", "tiles", "tiles_n")
 
 
 def window(dtype: str, n: int, c: int) -> str:

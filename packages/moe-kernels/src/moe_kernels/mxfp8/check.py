@@ -5,7 +5,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from moe_kernels.mxfp8.format import BLOCK, Recipe, Rounding
+from moe_kernels.mxfp8.format import BLOCK, CHUNK, Recipe, Rounding
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -121,6 +121,11 @@ def check_dswiglu(
         raise ValueError(
             f"dact_NF must have shape {(N, G // 2)} for h_NG of shape {(N, G)}, got "
             f"{tuple(dact_NF.shape)}"
+        )
+    if recipe == "mx128" and (G // 2) % CHUNK:
+        raise ValueError(
+            f"under 'mx128' each half of h_NG must be a multiple of {CHUNK} columns, so that gate "
+            f"and up share no scale, got shape {(N, G)}"
         )
     if (weight_TK is None) != (slot_of_row_N is None):
         raise ValueError("weight_TK and slot_of_row_N must be given together, got one of them")

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from moe_kernels.backend import runs_kernel
 from moe_kernels.gemm.reference import read_spans
 from moe_kernels.mxfp8 import reference
 from moe_kernels.mxfp8.format import BLOCK, CHUNK
@@ -17,9 +18,18 @@ def _check_values(offsets_E1: Tensor | None, num_rows: int) -> None:
         read_spans(offsets_E1, num_rows)
 
 
+def _floats(data: Tensor, scale: Tensor) -> Pair:
+    """Let the bytes that a kernel wrote be float8."""
+    return data.view(torch.float8_e4m3fn), scale
+
+
 @operator("mx_quantize")
 def quantize(x_ND: Tensor, recipe: str, rounding: str) -> Pair:
     """Return data and scales along the last axis."""
+    if runs_kernel(x_ND):
+        from moe_kernels.mxfp8 import rows_kernel  # noqa: PLC0415 - triton is optional
+
+        return _floats(*rows_kernel.quantize_triton(x_ND, recipe, rounding))
     return reference.quantize_reference(x_ND, recipe, rounding)
 
 
@@ -27,6 +37,10 @@ def quantize(x_ND: Tensor, recipe: str, rounding: str) -> Pair:
 def quantize_columns(x_ND: Tensor, recipe: str, rounding: str, offsets_E1: Tensor | None) -> Pair:
     """Return data and scales of the transpose, group by group."""
     _check_values(offsets_E1, x_ND.shape[-2])
+    if runs_kernel(x_ND):
+        from moe_kernels.mxfp8.columns_kernel import quantize_columns_triton  # noqa: PLC0415
+
+        return _floats(*quantize_columns_triton(x_ND, recipe, rounding, offsets_E1))
     return reference.quantize_columns_reference(x_ND, recipe, rounding, offsets_E1)
 
 
@@ -36,6 +50,11 @@ def quantize_both(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return data and scales of the rows, then those of the columns."""
     _check_values(offsets_E1, x_ND.shape[-2])
+    if runs_kernel(x_ND):
+        from moe_kernels.mxfp8.columns_kernel import quantize_columns_triton  # noqa: PLC0415
+
+        both = quantize_columns_triton(x_ND, recipe, rounding, offsets_E1, rows=True)
+        return *_floats(*both[:2]), *_floats(*both[2:])
     rows_ND = reference.live_rows(x_ND, offsets_E1)
     return (
         *reference.quantize_reference(rows_ND, recipe, rounding),
@@ -47,6 +66,10 @@ def quantize_both(
 def quantize_swiglu(h_NG: Tensor, recipe: str, rounding: str, offsets_E1: Tensor | None) -> Pair:
     """Return data and scales of the activation."""
     _check_values(offsets_E1, h_NG.shape[0])
+    if runs_kernel(h_NG):
+        from moe_kernels.mxfp8 import rows_kernel  # noqa: PLC0415
+
+        return _floats(*rows_kernel.quantize_swiglu_triton(h_NG, recipe, rounding, offsets_E1))
     return reference.quantize_swiglu_reference(h_NG, recipe, rounding, offsets_E1)
 
 
@@ -55,6 +78,10 @@ def quantize_routed(
     x_TD: Tensor, slot_of_row_N: Tensor, weight_TK: Tensor, recipe: str, rounding: str
 ) -> Pair:
     """Return data and scales of each row's weighted token."""
+    if runs_kernel(x_TD):
+        from moe_kernels.mxfp8.rows_kernel import quantize_routed_triton  # noqa: PLC0415
+
+        return _floats(*quantize_routed_triton(x_TD, slot_of_row_N, weight_TK, recipe, rounding))
     return reference.quantize_routed_reference(x_TD, slot_of_row_N, weight_TK, recipe, rounding)
 
 
@@ -70,9 +97,14 @@ def quantize_dswiglu(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return data, scales, ``dh_NG``, ``act_NF`` and ``dweight_N``, empty without weights."""
     _check_values(offsets_E1, h_NG.shape[0])
-    dh, dh_NG, act_NF, dweight_N = reference.quantize_dswiglu_reference(
-        dact_NF, h_NG, offsets_E1, weight_TK, slot_of_row_N, recipe, rounding
-    )
+    args = (dact_NF, h_NG, offsets_E1, weight_TK, slot_of_row_N, recipe, rounding)
+    if runs_kernel(h_NG):
+        from moe_kernels.mxfp8.dswiglu_kernel import quantize_dswiglu_triton  # noqa: PLC0415
+
+        data, scale, dh_NG, act_NF, dweight_N = quantize_dswiglu_triton(*args)
+        dh = _floats(data, scale)
+    else:
+        dh, dh_NG, act_NF, dweight_N = reference.quantize_dswiglu_reference(*args)
     if dweight_N is None:
         dweight_N = h_NG.new_empty(0, dtype=torch.float32)
     return *dh, dh_NG, act_NF, dweight_N
