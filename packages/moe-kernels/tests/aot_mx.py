@@ -9,7 +9,7 @@ import sys
 
 from aot_compile import compile_one, count, resources
 from moe_kernels.config import ARCHITECTURES
-from moe_kernels.mxfp8 import columns_kernel, dswiglu_kernel, rows_kernel
+from moe_kernels.mxfp8 import columns_kernel, dequantize_kernel, dswiglu_kernel, rows_kernel
 from moe_kernels.mxfp8.encode import SHARES
 
 BYTES = ("data_ptr", "scale_ptr", "row_data_ptr", "row_scale_ptr")
@@ -61,6 +61,8 @@ def sources():
         constants = {"SHARE": SHARES[recipe], **dswiglu_kernel.launch(1536, recipe)}
         yield f"dswiglu {recipe}", dswiglu_kernel._quantize_dswiglu_kernel, constants
     yield "rows plain wide", *rows("mxrow", "plain", WIDE)
+    constants = {"BLOCKS": 128, "num_warps": 4}
+    yield "dequantize", dequantize_kernel._dequantize_kernel, constants
     for both in (False, True):
         yield f"amax {'both' if both else 'columns'}", *amax(both, True)
 
@@ -93,6 +95,8 @@ def main() -> None:
                         "wide_loads": count(r"ld\.global[.\w:]*v[248]\.b(?:32|64)", ptx),
                         "byte_stores": count(r"st\.global[.\w:]*\.b8 ", ptx),
                         "wide_stores": count(r"st\.global[.\w:]*v[248]\.b(?:32|64)", ptx),
+                        "single_stores": count(r"st\.global[.\w:]*\.b32 ", ptx)
+                        - count(r"st\.global[.\w:]*v[248]\.b32 ", ptx),
                         "stores": count(r"st\.global", ptx),
                         "shared": built.metadata.shared,
                         **resources(built.asm["cubin"]),

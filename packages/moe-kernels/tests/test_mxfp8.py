@@ -148,3 +148,5 @@ def test_errors_name_the_value_and_the_rule() -> None:
         dequantize(MXTensor(data_ND, torch.zeros(2, 1, dtype=torch.uint8)))
     with pytest.raises(TypeError, match=r"got torch.float32 and torch.uint8"):
         dequantize(MXTensor(torch.zeros(2, 64), torch.zeros(2, 2, dtype=torch.uint8)))
+    with pytest.raises(TypeError, match=r"dtype must be bfloat16, .*, got torch\.int8"):
+        dequantize(MXTensor(data_ND, torch.zeros(2, 2, dtype=torch.uint8)), dtype=torch.int8)

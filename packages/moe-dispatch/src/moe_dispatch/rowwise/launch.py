@@ -240,7 +240,7 @@ def unpack(channel: Channel, sent_RN: Tensor) -> Tensor:
     bytes_RN = sent_RN.view(torch.uint8)
     data_RD = bytes_RN[:, : plan.dim].contiguous().view(torch.float8_e4m3fn)
     scale_RB = bytes_RN[:, plan.dim : plan.dim + plan.dim // MX_BLOCK].contiguous()
-    return dequantize(MXTensor(data_RD, scale_RB)).to(plan.dtype)
+    return dequantize(MXTensor(data_RD, scale_RB), dtype=plan.dtype)
 
 
 def typed_rows(channel: Channel, name: str, dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,6 @@
 """MXFP8: float8 values in blocks of 32 that share a power-of-two scale."""
 
+import torch
 from torch import Tensor
 
 from moe_kernels.mxfp8 import op
@@ -16,7 +17,6 @@ from moe_kernels.mxfp8.format import BLOCK, CHUNK, MXTensor, Recipe, Rounding, S
 from moe_kernels.mxfp8.reference import (
     column_offsets_reference,
     decode_scale,
-    dequantize_reference,
 )
 
 __all__ = [
@@ -67,7 +67,6 @@ def quantize(x_ND: Tensor, *, recipe: Recipe = "mx32", rounding: Rounding = "rce
         ValueError: If D is not a multiple of 32, or the recipe or the rounding is unknown.
 
     Examples:
-        >>> import torch
         >>> x = quantize(torch.full((1, 32), 3.0))
         >>> x.scale_NB.item(), dequantize(x)[0, 0].item()
         (120, 3.0)
@@ -111,7 +110,6 @@ def quantize_columns(
         ValueError: If a shape does not fit, or the recipe or the rounding is unknown.
 
     Examples:
-        >>> import torch
         >>> offsets_E1 = torch.tensor([0, 1, 3], dtype=torch.int32)
         >>> x = quantize_columns(torch.ones(3, 2), offsets_E1=offsets_E1)
         >>> x.data_ND.shape, x.scale_NB.shape, column_offsets(offsets_E1).tolist()
@@ -133,7 +131,6 @@ def column_offsets(offsets_E1: Tensor) -> Tensor:
         int32, multiples of 128; the last entry is where the last group ends, padding included.
 
     Examples:
-        >>> import torch
         >>> column_offsets(torch.tensor([0, 1, 1, 130], dtype=torch.int32)).tolist()
         [0, 128, 128, 384]
     """
@@ -168,7 +165,6 @@ def quantize_both(
         ValueError: If a shape does not fit, or the recipe or the rounding is unknown.
 
     Examples:
-        >>> import torch
         >>> rows, columns = quantize_both(torch.eye(32))
         >>> rows.data_ND.shape, columns.scale_NB.shape
         (torch.Size([32, 32]), torch.Size([32, 1]))
@@ -204,7 +200,6 @@ def quantize_swiglu(
         ValueError: If a shape does not fit, or the recipe or the rounding is unknown.
 
     Examples:
-        >>> import torch
         >>> act = quantize_swiglu(torch.tensor([[100.0] * 32 + [2.0] * 32]))
         >>> dequantize(act)[0, 0].item()  # between 192 and 208, to even
         192.0
@@ -242,7 +237,6 @@ def quantize_routed(
         ValueError: If a shape does not fit, or the recipe or the rounding is unknown.
 
     Examples:
-        >>> import torch
         >>> slots_N, weight_TK = torch.tensor([1, 0, -1]).int(), torch.tensor([[0.5, 2.0]])
         >>> dequantize(quantize_routed(torch.ones(1, 32), slots_N, weight_TK))[:, 0].tolist()
         [2.0, 0.5, 0.0]
@@ -283,7 +277,6 @@ def quantize_dswiglu(
         ValueError: If a shape does not fit, or the recipe or the rounding is unknown.
 
     Examples:
-        >>> import torch
         >>> offsets_E1 = torch.tensor([0, 1], dtype=torch.int32)
         >>> grad = quantize_dswiglu(torch.ones(1, 32), torch.zeros(1, 64), offsets_E1)
         >>> grad.dh_NG.shape, grad.act_NF.shape, grad.dweight_N is None
@@ -297,18 +290,27 @@ def quantize_dswiglu(
     return SwigluGradMX(dh, dh_NG, act_NF, None if weight_TK is None else dweight_N)
 
 
-def dequantize(x: MXTensor) -> Tensor:
-    """Return the float32 tensor that ``x`` stands for, exactly.
+def dequantize(x: MXTensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the tensor that ``x`` stands for: exact in float32, or rounded once from there.
+
+    bfloat16 is exact as well, but for values below its smallest normal number, 2**-126.
 
     Args:
         x: Any MXFP8 tensor, from whichever recipe and rounding rule.
+        dtype: Of the result: float32, bfloat16 or float16.
 
     Returns:
-        float32, of the shape of ``x.data_ND``. Blocks of scale 255 are NaN.
+        A contiguous tensor of the shape of ``x.data_ND``. Blocks of scale 255 are NaN.
 
     Raises:
-        TypeError: If data or scale have another dtype.
+        TypeError: If data or scale have another dtype, or another is asked for.
         ValueError: If their shapes do not fit together.
+
+    Examples:
+        >>> data_ND = torch.ones(1, 32).to(torch.float8_e4m3fn)
+        >>> scale_NB = torch.tensor([[128]], dtype=torch.uint8)
+        >>> dequantize(MXTensor(data_ND, scale_NB))[0, 0].item()
+        2.0
     """
-    check_dequantize(*x)
-    return dequantize_reference(*x)
+    check_dequantize(*x, dtype)
+    return op.dequantize(*x, dtype)

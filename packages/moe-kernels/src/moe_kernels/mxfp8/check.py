@@ -142,8 +142,10 @@ def check_dswiglu(
             )
 
 
-def check_dequantize(data_ND: Tensor, scale_NB: Tensor) -> None:
-    """Raise unless data and scale are one MXFP8 tensor."""
+def check_dequantize(data_ND: Tensor, scale_NB: Tensor, dtype: torch.dtype) -> None:
+    """Raise unless data and scale are one MXFP8 tensor, and the dtype one of the results."""
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
     if data_ND.dtype != torch.float8_e4m3fn or scale_NB.dtype != torch.uint8:
         raise TypeError(
             f"data_ND must be float8_e4m3fn and scale_NB uint8, "

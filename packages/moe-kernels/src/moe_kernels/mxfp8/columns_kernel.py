@@ -10,6 +10,8 @@ Reads a value and writes a byte, two for rows and columns, and one more for each
 pass ends in atomic maxima of integers, whose result depends on no order.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -206,38 +208,57 @@ def launch(recipe: str, rows: bool) -> dict[str, int]:
 
 
 def quantize_columns_triton(
-    x_ND: Tensor, recipe: str, rounding: str, offsets_E1: Tensor | None, rows: bool = False
-) -> tuple[Tensor, ...]:
-    """Return bytes and scales of the columns; with ``rows`` those of the rows before them."""
+    x_ND: Tensor, recipe: str, rounding: str, offsets_E1: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return bytes and scales of the columns."""
+    return _run(x_ND, recipe, rounding, offsets_E1, None)
+
+
+def quantize_both_triton(
+    x_ND: Tensor, recipe: str, rounding: str, offsets_E1: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return bytes and scales of the rows, then those of the columns."""
+    row_data, row_scale = bytes_like(x_ND, *x_ND.shape)
+    data, scale = _run(x_ND, recipe, rounding, offsets_E1, (row_data, row_scale))
+    return row_data, row_scale, data, scale
+
+
+def _run(
+    x_ND: Tensor,
+    recipe: str,
+    rounding: str,
+    offsets_E1: Tensor | None,
+    rows: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """Launch, fill ``rows`` if they are given, and return bytes and scales of the columns."""
     *leading, N, D = x_ND.shape
     x = as_rows(x_ND)
     if offsets_E1 is None:
-        P, tiles_n, groups, E, tile_map = N, triton.cdiv(N, CHUNK), x.shape[0] // max(N, 1), 0, None
+        P, tiles_n, groups, E, tile_map = N, triton.cdiv(N, CHUNK), math.prod(leading), 0, None
         tiles = tiles_n * groups
     else:
-        E, offsets_E1 = offsets_E1.shape[0] - 1, offsets_E1.contiguous()
+        groups = E = offsets_E1.shape[0] - 1
+        offsets_E1 = offsets_E1.contiguous()
         tile_map = tile_rows(offsets_E1, N, CHUNK).tile_map
-        tiles, tiles_n, groups = len(tile_map), 0, E
+        tiles, tiles_n = len(tile_map), 0
         P = CHUNK * tiles
     data, scale = bytes_like(x, *leading, D, P)
-    row_data, row_scale = bytes_like(x, *x_ND.shape) if rows else (None, None)
-    if tiles and D:
-        sizes = launch(recipe, rows)
-        grid = (tiles * triton.cdiv(D, sizes["BLOCK_D"]),)
-        column_amax = row_amax = None
-        if recipe == "mxrow":
-            column_amax = x.new_zeros(groups, D, dtype=torch.int32)
-            row_amax = x.new_zeros(len(x), dtype=torch.int32) if rows else None
-            _amax_kernel[grid](
-                x, tile_map, offsets_E1, column_amax, row_amax, N, D, tiles_n, x.stride(0),
-                **sizes,
-            )  # fmt: skip
-        _quantize_columns_kernel[grid](
-            x, tile_map, offsets_E1, column_amax, row_amax,
-            data.view(torch.int32), scale, row_data, row_scale,
-            N, D, P, E, tiles, tiles_n, x.stride(0),
-            SHARE=SHARES[recipe], RCEIL=rounding == "rceil", HARDWARE=has_e4m3(x),
-            **sizes,
-        )  # fmt: skip
-    both = (data, scale)
-    return both if row_data is None else (row_data, row_scale, *both)
+    if not (tiles and D):
+        return data, scale
+    sizes = launch(recipe, rows is not None)
+    grid = (tiles * triton.cdiv(D, sizes["BLOCK_D"]),)
+    column_amax = row_amax = None
+    if recipe == "mxrow":
+        column_amax = x.new_zeros(groups, D, dtype=torch.int32)
+        row_amax = x.new_zeros(len(x), dtype=torch.int32) if rows else None
+        _amax_kernel[grid](
+            x, tile_map, offsets_E1, column_amax, row_amax, N, D, tiles_n, x.stride(0), **sizes
+        )
+    row_data, row_scale = rows or (None, None)
+    _quantize_columns_kernel[grid](
+        x, tile_map, offsets_E1, column_amax, row_amax,
+        data.view(torch.int32), scale, row_data, row_scale,
+        N, D, P, E, tiles, tiles_n, x.stride(0),
+        SHARE=SHARES[recipe], RCEIL=rounding == "rceil", HARDWARE=has_e4m3(x), **sizes,
+    )  # fmt: skip
+    return data, scale

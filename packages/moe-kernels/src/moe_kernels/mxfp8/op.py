@@ -51,10 +51,12 @@ def quantize_both(
     """Return data and scales of the rows, then those of the columns."""
     _check_values(offsets_E1, x_ND.shape[-2])
     if runs_kernel(x_ND):
-        from moe_kernels.mxfp8.columns_kernel import quantize_columns_triton  # noqa: PLC0415
+        from moe_kernels.mxfp8.columns_kernel import quantize_both_triton  # noqa: PLC0415
 
-        both = quantize_columns_triton(x_ND, recipe, rounding, offsets_E1, rows=True)
-        return *_floats(*both[:2]), *_floats(*both[2:])
+        row, row_scale, column, column_scale = quantize_both_triton(
+            x_ND, recipe, rounding, offsets_E1
+        )
+        return *_floats(row, row_scale), *_floats(column, column_scale)
     rows_ND = reference.live_rows(x_ND, offsets_E1)
     return (
         *reference.quantize_reference(rows_ND, recipe, rounding),
@@ -102,12 +104,22 @@ def quantize_dswiglu(
         from moe_kernels.mxfp8.dswiglu_kernel import quantize_dswiglu_triton  # noqa: PLC0415
 
         data, scale, dh_NG, act_NF, dweight_N = quantize_dswiglu_triton(*args)
-        dh = _floats(data, scale)
+        data, scale = _floats(data, scale)
     else:
-        dh, dh_NG, act_NF, dweight_N = reference.quantize_dswiglu_reference(*args)
+        (data, scale), dh_NG, act_NF, dweight_N = reference.quantize_dswiglu_reference(*args)
     if dweight_N is None:
         dweight_N = h_NG.new_empty(0, dtype=torch.float32)
-    return *dh, dh_NG, act_NF, dweight_N
+    return data, scale, dh_NG, act_NF, dweight_N
+
+
+@operator("mx_dequantize")
+def dequantize(data_ND: Tensor, scale_NB: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values, exact in float32 and rounded once from there."""
+    if runs_kernel(data_ND.new_empty(0, dtype=dtype)):
+        from moe_kernels.mxfp8.dequantize_kernel import dequantize_triton  # noqa: PLC0415
+
+        return dequantize_triton(data_ND, scale_NB, dtype)
+    return reference.dequantize_reference(data_ND, scale_NB).to(dtype)
 
 
 def _empty(like: Tensor, *shape: int) -> Pair:
@@ -127,6 +139,12 @@ def _empty_columns(x_ND: Tensor, offsets_E1: Tensor | None) -> Pair:
 def _(x_ND, recipe, rounding):
     del recipe, rounding
     return _empty(x_ND, *x_ND.shape)
+
+
+@torch.library.register_fake("moe_kernels::mx_dequantize")
+def _(data_ND, scale_NB, dtype):
+    del scale_NB
+    return data_ND.new_empty(data_ND.shape, dtype=dtype)
 
 
 @torch.library.register_fake("moe_kernels::mx_quantize_columns")
@@ -162,8 +180,11 @@ def _(dact_NF, h_NG, offsets_E1, weight_TK, slot_of_row_N, recipe, rounding):
     return *dh, h_NG.new_empty(h_NG.shape), h_NG.new_empty(dact_NF.shape), dweight_N
 
 
-for _name in ("", "_columns", "_both", "_swiglu", "_routed", "_dswiglu"):
+for _name in (
+    "quantize", "quantize_columns", "quantize_both", "quantize_swiglu", "quantize_routed",
+    "quantize_dswiglu", "dequantize",
+):  # fmt: skip
     not_differentiable(
-        f"mx_quantize{_name}", "what is rounded to steps is flat between them; a layer that "
+        f"mx_{_name}", "what is rounded to steps is flat between them; a layer that "
         "quantizes has a backward of its own",
     )  # fmt: skip

@@ -137,7 +137,7 @@ def quantize_dswiglu_reference(
 def dequantize_reference(data_ND: Tensor, scale_NB: Tensor) -> Tensor:
     """Multiply each value by its scale."""
     blocks = (data_ND.shape[-1] // BLOCK, BLOCK)
-    x_NB32 = data_ND.float().unflatten(-1, blocks) * decode_scale(scale_NB)[..., None]
+    x_NB32 = data_ND.float().contiguous().unflatten(-1, blocks) * decode_scale(scale_NB)[..., None]
     return x_NB32.flatten(-2)
 
 

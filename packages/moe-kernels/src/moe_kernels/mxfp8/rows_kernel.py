@@ -144,7 +144,8 @@ def _run(
 def quantize_triton(x_ND: Tensor, recipe: str, rounding: str) -> tuple[Tensor, Tensor]:
     """Return bytes and scales of ``x_ND``, of any number of axes, along the last."""
     rows = as_rows(x_ND)
-    data, scale = _run("plain", rows, *rows.shape, recipe, rounding)
+    N, D = rows.shape
+    data, scale = _run("plain", rows, N, D, recipe, rounding)
     return data.view(x_ND.shape), scale.view(blocks_of(x_ND.shape))
 
 

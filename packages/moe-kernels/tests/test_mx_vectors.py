@@ -1,0 +1,94 @@
+"""Golden vectors: reference, interpreter and GPU give the bytes of exact arithmetic."""
+
+from contextlib import nullcontext
+from importlib.resources import files
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from moe_kernels import MXTensor, dequantize, quantize, quantize_both, quantize_columns
+from moe_kernels.backend import interpreted
+from moe_kernels.testing import mx_vectors
+from moe_kernels.testing.mx_exact import quantize_exactly, round_to_e4m3, scale_exponent
+
+CUDA = torch.cuda.is_available()
+DEVICES = [
+    pytest.param("cpu", False, id="reference"),
+    pytest.param("cpu", True, id="interpreter", marks=pytest.mark.skipif(CUDA, reason="compiled")),
+    pytest.param("cuda", False, id="gpu", marks=pytest.mark.gpu),
+]
+floats = st.floats(width=32, allow_subnormal=True)
+
+
+def by_columns(x_D: torch.Tensor, **how) -> MXTensor:
+    return quantize_columns(x_D[:, None].expand(-1, 3).contiguous(), **how)
+
+
+def row_of_both(x_D: torch.Tensor, **how) -> MXTensor:
+    return quantize_both(x_D.expand(32, -1).contiguous(), **how)[0]
+
+
+def column_of_both(x_D: torch.Tensor, **how) -> MXTensor:
+    return quantize_both(x_D[:, None].expand(-1, 32).contiguous(), **how)[1]
+
+
+@pytest.mark.parametrize(("device", "interpret"), DEVICES)
+def test_every_vector_comes_out_bit_by_bit(device, interpret) -> None:
+    with interpreted() if interpret else nullcontext():
+        assert mx_vectors.failures(quantize, device) == []
+        assert mx_vectors.decoding_failures(dequantize, device) == []
+
+
+@pytest.mark.parametrize("function", [by_columns, row_of_both, column_of_both])
+@pytest.mark.parametrize(("device", "interpret"), DEVICES)
+def test_columns_come_out_as_rows_do(device, interpret, function) -> None:
+    def first_row(x_D: torch.Tensor, **how) -> tuple[torch.Tensor, torch.Tensor]:
+        data_ND, scale_NB = function(x_D, **how)
+        assert (data_ND.view(torch.uint8) == data_ND.view(torch.uint8)[:1]).all()
+        return data_ND[0], scale_NB[0]
+
+    with interpreted() if interpret else nullcontext():
+        assert mx_vectors.failures(first_row, device) == []
+
+
+def test_the_file_is_what_exact_arithmetic_says() -> None:
+    text = (files("moe_kernels.testing") / "mx_vectors.json").read_text()
+    assert text == mx_vectors.write()
+
+
+@given(
+    st.lists(floats, min_size=32, max_size=32), st.sampled_from(["mx32", "mxrow"]),
+    st.sampled_from(["rceil", "floor"]),
+)  # fmt: skip
+def test_any_row_comes_out_as_exact_arithmetic_says(row, recipe, rounding) -> None:
+    got = quantize(torch.tensor(row, dtype=torch.float32), recipe=recipe, rounding=rounding)
+    data, scale = quantize_exactly(row, recipe, rounding)
+    assert bytes(got.data_ND.view(torch.uint8).tolist()) == data
+    assert bytes(got.scale_NB.tolist()) == scale
+
+
+def test_exact_arithmetic_knows_the_corners_of_the_specification() -> None:
+    assert [round_to_e4m3(2**-10), round_to_e4m3(3 * 2**-10), round_to_e4m3(464)] == [0, 2, 0x7E]
+    assert [scale_exponent(448, "rceil"), scale_exponent(449, "rceil")] == [0, 1]
+    assert [scale_exponent(511, "floor"), scale_exponent(512, "floor")] == [0, 1]
+
+
+def wrong(x_D: torch.Tensor, **how) -> MXTensor:
+    """Round as ``quantize``, but lose the sign of zeros and saturate infinities."""
+    return quantize((x_D + 0.0).clamp(-3e38, 3e38), **how)
+
+
+def test_the_runner_names_what_differs_and_fails(capsys) -> None:
+    assert any("infinities" in line for line in mx_vectors.failures(wrong))
+    assert any("zeros of both signs" in line for line in mx_vectors.failures(wrong))
+    assert mx_vectors.main([]) == 0
+    assert "reference: all bytes are right" in capsys.readouterr().out
+    assert mx_vectors.main(["--run", "moe_kernels:quantize"]) == 0
+    assert mx_vectors.main(["--run", f"{__name__}:wrong"]) == 1
+    assert "WRONG" in capsys.readouterr().out
+
+
+def test_the_runner_writes_the_file_anew(tmp_path) -> None:
+    assert mx_vectors.main(["--write", str(tmp_path / "vectors.json")]) == 0
+    assert (tmp_path / "vectors.json").read_text() == mx_vectors.write()
