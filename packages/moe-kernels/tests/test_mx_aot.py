@@ -37,7 +37,8 @@ def test_values_and_bytes_move_in_vectors_and_nothing_spills(built) -> None:
     for row in built:
         assert row["stack"] == row["local"] == 0, row
         assert row["shared"] <= SHARED_KIB[row["architecture"]] * 1024, row
-        assert row["narrow_loads"] == 0, row
+        # Only scales, one for 32 values, are read as bytes.
+        assert row["narrow_loads"] <= (row["kernel"] == "dequantize"), row
         assert row["wide_loads"] > 0, row
         if not row["kernel"].startswith("amax"):
             assert row["wide_stores"] > 0, row
@@ -48,7 +49,7 @@ def test_values_and_bytes_move_in_vectors_and_nothing_spills(built) -> None:
 
 def test_float8_is_rounded_by_the_instruction_where_there_is_one(built) -> None:
     for row in built:
-        writes = not row["kernel"].startswith("amax")
+        writes = not row["kernel"].startswith(("amax", "dequantize"))
         assert (row["conversions"] > 0) == (writes and row["architecture"] != "sm_80"), row
 
 

@@ -8,9 +8,6 @@ from torch import Tensor
 from moe_kernels.mxfp8.format import BLOCK
 from moe_kernels.scratch import scratch
 
-TILE = 4096  # values of a program
-WARPS = {"num_warps": 4}
-
 
 @triton.jit
 def _decoded(byte):
@@ -42,14 +39,18 @@ def _dequantize_kernel(data_ptr, scale_ptr, out_ptr, num_blocks, BLOCKS: tl.cons
     tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=live[:, None])
 
 
+def launch() -> dict[str, int]:
+    """Return the sizes: 32 values a thread."""
+    return {"BLOCKS": 4096 // BLOCK, "num_warps": 4}
+
+
 def dequantize_triton(data_ND: Tensor, scale_NB: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values in ``dtype``, rounded once from float32."""
     out_ND = scratch(data_ND, *data_ND.shape, dtype=dtype)
-    num_blocks = scale_NB.numel()
+    num_blocks, sizes = scale_NB.numel(), launch()
     if num_blocks:
-        blocks = TILE // BLOCK
-        _dequantize_kernel[(triton.cdiv(num_blocks, blocks),)](
+        _dequantize_kernel[(triton.cdiv(num_blocks, sizes["BLOCKS"]),)](
             data_ND.contiguous().view(torch.uint8), scale_NB.contiguous(), out_ND, num_blocks,
-            BLOCKS=blocks, **WARPS,
+            **sizes,
         )  # fmt: skip
     return out_ND

@@ -42,10 +42,11 @@ def _differentiate(
     """
     f = f_start + tl.arange(0, BLOCK_F)[None, :]
     mask = (n < end)[:, None] & (f < F)
-    at = h_ptr + n[:, None] * stride_hn + f
+    wide = n.to(tl.int64)[:, None]
+    at = h_ptr + wide * stride_hn + f
     gate = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(at + F, mask=mask, other=0.0).to(tl.float32)
-    at = dact_ptr + n[:, None] * stride_dn + f
+    at = dact_ptr + wide * stride_dn + f
     dact = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     share = sigmoid(gate, HARDWARE)
     silu = gate * share
@@ -71,7 +72,8 @@ def _quantize_dswiglu_kernel(
     Example: F = 32, weight 2, dact = 1, gate = 0, up = 3: dgate = 2 * 3 / 2 = 3 and dup = 0.
     """
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    n, inside, end = row.to(tl.int64), row < N, tl.load(offsets_ptr + E)
+    n = row.to(tl.int64)
+    inside, end = row < N, tl.load(offsets_ptr + E)
     weight = tl.full((BLOCK_N, 1), 1.0, dtype=tl.float32)
     if weight_ptr is not None:
         slot = tl.load(slot_of_row_ptr + n, mask=row < end, other=-1)

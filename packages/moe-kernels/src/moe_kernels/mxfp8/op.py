@@ -56,12 +56,12 @@ def quantize_both(
         row, row_scale, column, column_scale = quantize_both_triton(
             x_ND, recipe, rounding, offsets_E1
         )
-        return *_floats(row, row_scale), *_floats(column, column_scale)
+        row, column = row.view(torch.float8_e4m3fn), column.view(torch.float8_e4m3fn)
+        return row, row_scale, column, column_scale
     rows_ND = reference.live_rows(x_ND, offsets_E1)
-    return (
-        *reference.quantize_reference(rows_ND, recipe, rounding),
-        *reference.quantize_columns_reference(x_ND, recipe, rounding, offsets_E1),
-    )
+    row, row_scale = reference.quantize_reference(rows_ND, recipe, rounding)
+    column, column_scale = reference.quantize_columns_reference(x_ND, recipe, rounding, offsets_E1)
+    return row, row_scale, column, column_scale
 
 
 @operator("mx_quantize_swiglu")
