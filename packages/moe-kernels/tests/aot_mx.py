@@ -96,6 +96,7 @@ def main() -> None:
                         "dtype": dtype,
                         "conversions": count(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx),
                         "flushes": count(r"(?:add|mul|fma)[.\w]*\.ftz", ptx),
+                        "unsigned": count(r"max\.u32|redux\.sync\.max\.u32", ptx),
                         "loads": count(r"ld\.global", ptx),
                         "narrow_loads": count(r"ld\.global[.\w:]*\.[bu](?:8|16) ", ptx),
                         "wide_loads": count(r"ld\.global[.\w:]*v[248]\.b(?:32|64)", ptx),

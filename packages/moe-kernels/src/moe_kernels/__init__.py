@@ -19,7 +19,8 @@ E     experts (``E1``: E + 1 entries)
 D     model dimension
 F     hidden dimension of one expert
 G     gate and up projection side by side: G = 2*F
-B     blocks of 32 values that share one MXFP8 scale
+B     blocks of 32 values that have one MXFP8 scale
+P     rows as columns in MXFP8, each group filled up to a multiple of 128
 ====  =====================================================================
 """
 
