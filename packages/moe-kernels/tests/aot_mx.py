@@ -28,8 +28,8 @@ def rows(recipe: str, source: str, D: int):
     return rows_kernel._quantize_rows_kernel, constants | rows_kernel.launch(D, recipe)
 
 
-def columns(recipe: str, both: bool, grouped: bool):
-    constants = {"SHARE": SHARES[recipe], **columns_kernel.launch(recipe, both)}
+def columns(recipe: str, both: bool, grouped: bool, hardware: bool = True):
+    constants = {"SHARE": SHARES[recipe], **columns_kernel.launch(recipe, both, hardware)}
     if not both:
         constants |= {"row_data_ptr": None, "row_scale_ptr": None}
     if not grouped:
@@ -49,17 +49,17 @@ def amax(both: bool, grouped: bool):
     }
 
 
-def sources():
+def sources(hardware: bool):
     """Yield the name of each kernel, the kernel and its constants."""
     for recipe in SHARES:
         for source in ("plain", "swiglu", "routed"):
             yield f"rows {source} {recipe}", *rows(recipe, source, 2560)
         for both in (False, True):
             name = "both" if both else "columns"
-            yield f"{name} grouped {recipe}", *columns(recipe, both, True)
+            yield f"{name} grouped {recipe}", *columns(recipe, both, True, hardware)
         constants = {"SHARE": SHARES[recipe], **dswiglu_kernel.launch(1536, recipe)}
         yield f"dswiglu {recipe}", dswiglu_kernel._quantize_dswiglu_kernel, constants
-    yield "both whole mx32", *columns("mx32", True, False)
+    yield "both whole mx32", *columns("mx32", True, False, hardware)
     yield "rows plain wide", *rows("mxrow", "plain", WIDE)
     yield "dequantize", dequantize_kernel._dequantize_kernel, dequantize_kernel.launch()
     for both in (False, True):
@@ -85,7 +85,7 @@ def compiled(name: str, function, constants: dict, dtype: str, architecture: str
 def main() -> None:
     found = []
     for architecture in sys.argv[1:]:
-        for name, function, constants in sources():
+        for name, function, constants in sources(HARDWARE.get(architecture, True)):
             for dtype in dtypes(name, architecture):
                 built = compiled(name, function, constants, dtype, architecture)
                 ptx = built.asm["ptx"]
