@@ -1,8 +1,10 @@
 """Measure what the recipes of MXFP8 cost in accuracy. Arithmetic only: a CPU is enough.
 
-Three kinds of rows. ``normal``: independent, variance 1. ``heavy tails``: Student's t of 3 degrees
+Five kinds of rows. ``normal``: independent, variance 1. ``heavy tails``: Student's t of 3 degrees
 of freedom, whose largest value in a row is far above the others. ``outlier channels``: normal, but
 1 % of the columns are 50 times as large, as the residual stream of a language model has them.
+``massive channels``: the same, but 2 columns are 10,000 times as large. ``many sizes``: normal times
+``2**(6 * normal)``, value by value: sizes span some 40 powers of two.
 
 Columns of the table, all relative: ``values`` is the root mean square error of all values;
 ``ordinary`` the same of the values outside outlier channels; ``lost`` the share of values that are
@@ -21,6 +23,8 @@ from torch import Tensor
 RECIPES = ("mx32", "mx128", "mxrow")
 ROUNDINGS = ("rceil", "floor")
 OUTLIERS, OUTLIER_SIZE, DEGREES = 0.01, 50.0, 3
+MASSIVE, MASSIVE_SIZE, SPREAD = 2, 1e4, 6.0
+KINDS = ("normal", "heavy tails", "outlier channels", "massive channels", "many sizes")
 
 
 def draw(kind: str, rows: int, columns: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -30,10 +34,13 @@ def draw(kind: str, rows: int, columns: int, generator: torch.Generator) -> tupl
     if kind == "heavy tails":
         squares = torch.randn(DEGREES, rows, columns, generator=generator).square().sum(0)
         x_ND /= (squares / DEGREES).sqrt()
-    if kind == "outlier channels":
+    if kind == "many sizes":
+        x_ND *= torch.exp2(SPREAD * torch.randn(rows, columns, generator=generator))
+    if kind.endswith("channels"):
+        massive = kind == "massive channels"
         order = torch.randperm(columns, generator=generator)
-        ordinary_D[order[: max(1, int(OUTLIERS * columns))]] = False
-        x_ND[:, ~ordinary_D] *= OUTLIER_SIZE
+        ordinary_D[order[: MASSIVE if massive else max(1, int(OUTLIERS * columns))]] = False
+        x_ND[:, ~ordinary_D] *= MASSIVE_SIZE if massive else OUTLIER_SIZE
     return x_ND.bfloat16().float(), ordinary_D
 
 
@@ -80,7 +87,7 @@ def main() -> None:
     names = ("values", "ordinary", "lost", "product")
     print(f"{'data':18}{'recipe':8}{'rounding':10}" + "".join(f"{name:>11}" for name in names))
     rows = []
-    for kind in ("normal", "heavy tails", "outlier channels"):
+    for kind in KINDS:
         runs = [measure(kind, *shape, seed) for seed in range(seeds)]
         for same in zip(*runs, strict=True):
             means = [sum(row[name] for row in same) / seeds for name in names]
