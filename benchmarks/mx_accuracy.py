@@ -3,8 +3,8 @@
 Five kinds of rows. ``normal``: independent, variance 1. ``heavy tails``: Student's t of 3 degrees
 of freedom, whose largest value in a row is far above the others. ``outlier channels``: normal, but
 1 % of the columns are 50 times as large, as the residual stream of a language model has them.
-``massive channels``: the same, but 2 columns are 10,000 times as large. ``many sizes``: normal times
-``2**(6 * normal)``, value by value: sizes span some 40 powers of two.
+``massive channels``: the same, but 2 columns are 10,000 times as large. ``many sizes``: normal
+times ``2**(6 * normal)``, value by value: sizes span some 40 powers of two.
 
 Columns of the table, all relative: ``values`` is the root mean square error of all values;
 ``ordinary`` the same of the values outside outlier channels; ``lost`` the share of values that are
