@@ -101,6 +101,7 @@ def test_every_setting_is_documented() -> None:
         (LogConfig, {"profile": "-1:x"}, "such as 10:13, got '-1:x'"),
         (LogConfig, {"profile": "1:500"}, "at most 100 steps, got 1:500"),
         (LogConfig, {"memory_snapshot": True}, "memory_snapshot needs the steps"),
+        (LogConfig, {"nvtx": True, "profile": "1:2"}, "nvtx and profile 1:2 do not go together"),
         (LogConfig, {"window": 5}, "window must be even and at least 4, got 5"),
         (LogConfig, {"gerrymander": 0}, "gerrymander must be positive, got 0"),
         (LogConfig, {"wandb_project": ""}, "wandb_project must not be empty"),

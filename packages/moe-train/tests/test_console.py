@@ -107,6 +107,46 @@ def test_the_live_line_keeps_what_was_said_above_it() -> None:
     assert text.split("from step 3\n")[1].count("\n") <= 1
 
 
+HEALTH = {
+    "expert_requested": [1.25, 2.5], "rank_requested": [1.0, 1.1], "distance": [0.02, 0.5],
+    "never_selected": [0, 3],
+}  # fmt: skip
+
+
+def test_the_live_view_tells_the_health_of_every_layer_and_the_worst_where_room_is_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = "routers: largest/mean 1.25 2.5  of ranks 1 1.1  from even 0.02 0.5  never selected 0 3"
+    for columns, want in (
+        (120, full),
+        (80, "routers: largest/mean up to 2.5 (layer 1)  of ranks up to 1.1 (layer 1)"),
+        (45, "routers: largest/mean up to 2.5 (layer 1)"),
+    ):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        out = Terminal()
+        with Console(100, 0, stream=out, clock=Clock()) as console:
+            console.update(train(1, **HEALTH))
+        lines = [line.rstrip() for line in re.split(r"[\r\n]", visible(out.getvalue()))]
+        assert want in lines
+    plain = io.StringIO()
+    with Console(100, 0, stream=plain, interval=0) as console:
+        console.update(train(1, **HEALTH))
+    assert "routers" not in plain.getvalue()
+
+
+def test_labels_and_alarms_stand_on_every_plain_line() -> None:
+    out = io.StringIO()
+    labels = ["forced routing: uniform", "balance loss per microbatch: depends on the split"]
+    with Console(9, 0, stream=out, interval=0) as console:
+        console.update(train(1, labels=labels, alarms=["layer 0 starved: 1"], mfu=0.4123))
+        console.update(train(2, labels=labels, alarms=["a: 1", "b: 2"], mfu=None))
+    first, second = out.getvalue().splitlines()
+    assert first.startswith("step 1/9  [forced routing: uniform]  [balance loss per microbatch]  ")
+    assert "MFU 41.2 %  1 alarm  imbalance" in first
+    assert "  2 alarms  imbalance" in second
+    assert "MFU" not in second
+
+
 @given(columns=st.integers(1, 200), loss=st.floats())
 def test_the_live_line_never_exceeds_the_terminal(columns: int, loss: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -116,7 +156,7 @@ def test_the_live_line_never_exceeds_the_terminal(columns: int, loss: float) -> 
             console.update({"kind": "eval", "step": 0, "loss": loss, "tokens": 1})
             for step in (1, 77777):
                 clock.now += 1
-                console.update(train(step, loss=loss))
+                console.update(train(step, loss=loss, **HEALTH))
     lines = re.split(r"[\r\n]", visible(out.getvalue()))
     assert max(map(len, lines)) <= columns
     assert any("step"[: columns - 1] in line for line in lines)

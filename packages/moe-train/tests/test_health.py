@@ -200,6 +200,24 @@ def test_a_run_records_health_for_each_layer_and_experts_only_if_asked(
     assert capsys.readouterr().err == "forced routing: uniform\n"
 
 
+def test_a_run_whose_experts_starve_rings_once_records_it_always_and_reports_it(
+    tmp_path, text_folder, monkeypatch, capsys
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert (
+        run(tmp_path / "a", text_folder, **{"model__num-experts": 256}) == 0
+    )  # for 128 rows a step
+    said = capsys.readouterr().out
+    assert said.count("ALARM at step 5: layer 1 starved: ") == 1
+    assert "ALARM at step 6: layer 1 starved" not in said
+    records = read_metrics(tmp_path / "a" / "metrics.jsonl")
+    rung = {r["step"]: len(r["alarms"]) for r in records if r["kind"] == "train"}
+    assert rung == {1: 0, 2: 0, 3: 0, 4: 0, 5: 2, 6: 2}
+    page = (tmp_path / "a" / "report.html").read_text()
+    assert "(2 records, from step 5 to 6)" in page
+
+
 def test_a_record_does_not_grow_with_experts_in_brief_mode(tiny_config, trainer_of) -> None:
     sizes = []
     for experts in (4, 64):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self, TextIO, cast
 
 from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -17,6 +18,13 @@ from rich.text import Text
 
 _WINDOW = 50  # updates over which the time left is estimated
 _REFRESH = 0.1  # seconds between two drawings of the live line
+_ROUTERS = "routers: "
+_HEALTH = (
+    ("largest/mean", "expert_requested"),
+    ("of ranks", "rank_requested"),
+    ("from even", "distance"),
+    ("never selected", "never_selected"),
+)
 
 
 class Console:
@@ -128,7 +136,7 @@ class Console:
             parts.append(f"validation {self._validation:.3f}")
         return parts
 
-    def _line(self) -> Table:
+    def _line(self) -> RenderableType:
         width = self._live.console.width if self._live is not None else 80
         parts = self._parts()
         while len(parts) > 1 and len("  ".join(parts)) > width:
@@ -143,25 +151,23 @@ class Console:
             line.add_row(words, bar)
         else:
             line.add_row(words)
-        if health := self._health(width):
-            line.add_row(Text(health, style="dim", no_wrap=True, overflow="ellipsis"))
-        return line
+        health = Text(self._health(width), style="dim", no_wrap=True, overflow="ellipsis")
+        return Group(line, health) if health else line
 
     def _health(self, width: int) -> str:
-        """Return a line on the routers, a number for each layer that there is room for."""
-        record, parts = self._record, []
-        for name, key in (
-            ("largest/mean", "expert_requested"),
-            ("per rank", "rank_requested"),
-            ("from even", "distance"),
-            ("never selected", "never_selected"),
-        ):
-            values = [f"{x:.3g}" for x in record.get(key, [])]
-            parts.append(f"{name} {' '.join(values)}" if values else "")
-        parts = [part for part in parts if part]
-        while len(parts) > 1 and len("  ".join(parts)) + 8 > width:
+        """Return a line on the routers: each layer's numbers, or the worst where room is short."""
+        columns = [(name, self._record.get(key)) for name, key in _HEALTH]
+        known = [(name, values) for name, values in columns if isinstance(values, list) and values]
+        if not known:
+            return ""
+        full = "  ".join(f"{name} {' '.join(f'{x:.3g}' for x in values)}" for name, values in known)
+        if len(_ROUTERS + full) <= width:
+            return _ROUTERS + full
+        parts = [f"{name} up to {max(values):.3g} (layer {values.index(max(values))})"
+                 for name, values in known]  # fmt: skip
+        while len(parts) > 1 and len(_ROUTERS + "  ".join(parts)) > width:
             parts.pop()
-        return "routers: " + "  ".join(parts) if parts else ""
+        return _ROUTERS + "  ".join(parts)
 
 
 def format_duration(seconds: float) -> str:

@@ -86,7 +86,7 @@ class StepProfiler:
         self.folder.mkdir(exist_ok=True)
         stem = self.folder / f"steps-{self.steps[0]}-{self.steps[1]}"
         profiler.export_chrome_trace(f"{stem}.json")
-        by = "self_cpu_time_total" if self.device.type == "cpu" else "self_cuda_time_total"
+        by = "self_cpu_time_total" if self.device.type == "cpu" else "self_device_time_total"
         table = profiler.key_averages().table(sort_by=by, row_limit=_ROWS)
         Path(f"{stem}.txt").write_text(table + "\n", encoding="utf-8")
         if self.snapshot:

@@ -55,6 +55,10 @@ class LogConfig:
             not self.memory_snapshot or steps is not None,
             "memory_snapshot needs the steps to take it of, in profile",
         )
+        require(
+            not self.nvtx or steps is None,
+            f"nvtx and profile {self.profile} do not go together: torch profiles one way at a time",
+        )
 
     @property
     def profile_steps(self) -> tuple[int, int] | None:
