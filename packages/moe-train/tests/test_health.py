@@ -73,6 +73,12 @@ def test_drops_are_counted_by_expert_and_by_token(tiny_config) -> None:
     assert stats.count_E.tolist() == [2, 3, 1]
     assert stats.kept_E.tolist() == [1, 1, 1]
     assert stats.dropped_K1.tolist() == [1, 1, 1]  # the padded token is none of them
+    none = router_stats(
+        tiny_config.routing, logits_TE, route(logits_TE, 2, mask_T=mask_T), mask_T,
+        kept_TK=None, load_E=torch.ones(3) / 3, tokens_per_sequence=4,
+    )  # fmt: skip
+    assert none.kept_E.tolist() == [2, 3, 1]
+    assert none.dropped_K1.tolist() == [3, 0, 0]
 
 
 numbers = st.lists(st.floats(-2, 2), min_size=2, max_size=12)

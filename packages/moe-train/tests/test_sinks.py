@@ -120,6 +120,19 @@ def test_a_missing_extra_is_refused_before_any_work(tmp_path, text_folder, monke
     check_sinks(LogConfig())
 
 
+def test_a_tracker_that_does_not_start_ends_the_run_in_one_line(
+    tmp_path, text_folder, monkeypatch, tracker, capsys
+) -> None:
+    def fail(**_):
+        raise OSError("no network")
+
+    monkeypatch.setattr(sys.modules["wandb"], "init", fail)
+    assert run(tmp_path / "a", text_folder, log__wandb=True) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "does not start (no network); log in, or set log.wandb_mode to offline" in error
+
+
 def test_the_id_stays_with_the_folder_and_differs_between_folders(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:

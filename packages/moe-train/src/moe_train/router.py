@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from moe_kernels import (
     Routing,
     balance_loss,
@@ -123,12 +124,11 @@ def router_stats(
 def _drops(expert_TK: Tensor, kept_TK: Tensor | None, count_E: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rows that were kept of each expert, and the tokens that lost 0 to K routes."""
     K = expert_TK.shape[1]
+    if kept_TK is None:  # a token has all its routes or none
+        return count_E, F.pad((count_E.sum() // K)[None], (0, K))
     asked_TK = expert_TK >= 0
-    lost_TK = torch.zeros_like(asked_TK) if kept_TK is None else asked_TK & ~kept_TK
-    routed_T = asked_TK.any(dim=1)
-    lost_T = torch.where(routed_T, lost_TK.sum(dim=1), K + 1)  # what was not routed falls off
+    lost_TK = asked_TK & ~kept_TK
+    lost_T = torch.where(asked_TK.any(dim=1), lost_TK.sum(dim=1), K + 1)  # not routed: falls off
     ones_T = torch.ones_like(lost_T)
     dropped_K1 = lost_T.new_zeros(K + 2).scatter_add_(0, lost_T, ones_T)[: K + 1]
-    if kept_TK is None:
-        return count_E, dropped_K1
     return count_experts(expert_TK.masked_fill(lost_TK, -1), len(count_E)), dropped_K1

@@ -116,19 +116,28 @@ class WeightsAndBiases:
     """A run of Weights & Biases that later starts continue.
 
     It takes no step that it has had: what is done again after a crash it drops by itself.
+
+    Raises:
+        RunError: If it does not start.
     """
 
     def __init__(self, config: RunConfig, root: Path, first_step: int):
         wandb = importlib.import_module("wandb")
-        self._run = wandb.init(
-            project=config.log.wandb_project,
-            id=run_id(root),
-            name=root.resolve().name,
-            dir=str(root),
-            mode=config.log.wandb_mode,
-            resume="allow",
-            config={**to_dict(config), "first_step": first_step},
-        )
+        try:
+            self._run = wandb.init(
+                project=config.log.wandb_project,
+                id=run_id(root),
+                name=root.resolve().name,
+                dir=str(root),
+                mode=config.log.wandb_mode,
+                resume="allow",
+                config={**to_dict(config), "first_step": first_step},
+            )
+        except Exception as error:  # of many kinds: no key, no network, no such project
+            raise RunError(
+                f"Weights & Biases does not start ({error}); log in, or set log.wandb_mode to "
+                "offline, or log.wandb to False"
+            ) from error
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
