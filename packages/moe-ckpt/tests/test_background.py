@@ -21,14 +21,14 @@ from moe_ckpt import (
     ShardError,
     StateError,
     StepExistsError,
+    assembly,
     background,
     open_checkpoint,
     save,
     scan,
     verify,
-    writer,
 )
-from moe_ckpt.testing import ArrayShard, cut, run_ranks
+from moe_ckpt.testing import ArrayShard, apart, cut, run_ranks
 from moe_ckpt.torch_adapter import PinnedArena, background_communicator
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
@@ -71,14 +71,14 @@ def gate():
 
 @contextmanager
 def broken(where: str = "_write_round", on: Callable[[], bool] = lambda: True):
-    real = getattr(writer, where)
+    real = getattr(assembly, where)
 
     def fail(*args):
         if on():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a full disk")
         return real(*args)
 
-    with mock.patch.object(writer, where, fail):
+    with mock.patch.object(assembly, where, fail):
         yield
 
 
@@ -226,7 +226,7 @@ def test_a_failure_of_one_rank_surfaces_on_all_no_later_than_the_next_save(tmp_p
         saver.save(cut(state_of(3), comm.rank, comm.size), step=3, state={})
         return first, saver.wait()
 
-    with broken("_stored_crcs", lambda: threading.current_thread().name in failing):
+    with broken("_stored_crcs", lambda: threading.current_thread().name in failing), apart():
         results = run_ranks(3, program)
     assert [type(first) for first, _ in results] == [RankFailedError] * 3
     assert all(f"rank {rank}: OSError" in str(first) for first, _ in results)

@@ -28,7 +28,7 @@ from moe_ckpt import (
 from moe_ckpt.__main__ import main
 from moe_ckpt.hf import entries
 from moe_ckpt.progress import Bar
-from moe_ckpt.testing import cut
+from moe_ckpt.testing import apart, cut
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -37,6 +37,12 @@ ARRAYS = {
     ("layers.0.w", "exp_avg"): np.zeros((2, 1024), np.float32),
     ("scale", "master"): np.array(1 / 3),
 }
+
+
+@pytest.fixture(autouse=True)
+def own_arrays():
+    with apart():
+        yield
 
 
 @pytest.fixture
@@ -221,7 +227,7 @@ def test_diff_names_what_differs_and_by_how_much(root, capsys) -> None:
 def test_diff_reads_where_chunks_are_cut_otherwise(root, monkeypatch) -> None:
     monkeypatch.setattr("moe_ckpt.grid.UPPER_BYTES", 5000)
     same = save(root, cut(ARRAYS, 0, 1), step=3, state={"lr": 0.5})
-    assert len(open_checkpoint(same).info("layers.0.w").grid) == 2
+    assert len(open_checkpoint(same).info("layers.0.w").array.grid) == 2
     assert compare(root / "step-00000002", same).same
     w = ARRAYS["layers.0.w", "master"].copy()
     w[1, 1] = 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from moe_ckpt import array, save
-from moe_ckpt.testing import cut
+from moe_ckpt.testing import apart, cut
 
 
 class Journal:
@@ -47,15 +47,21 @@ class Journal:
         return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
 
 
-def test_what_a_rename_shows_was_synced_before_it(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("below", "folders"),
+    [(0, {"arrays", "w", "master", "b"}), (30, {"arrays", "w", "master", "packs", "00000"})],
+)
+def test_what_a_rename_shows_was_synced_before_it(tmp_path, monkeypatch, below, folders) -> None:
     journal = Journal(monkeypatch)
     arrays = {("w", "master"): np.ones((4, 3), np.float32), ("b", "master"): np.ones(5, np.float32)}
-    target = save(tmp_path, cut(arrays, 0, 1), step=1, state={})
+    with apart(below):
+        target = save(tmp_path, cut(arrays, 0, 1), step=1, state={})
     committed, latest = journal.renames
     assert committed[0] == target
     # tensorstore syncs the files of chunks by itself; see the test below.
     own = [path for path in committed[2] if not path.name.startswith("c.")]
     assert len(own) == 4 + 2 + 1 + 1 + 2 + 2  # small files, zarr.json, and the directories
+    assert folders < {path.name for path in own}
     assert set(own) <= set(committed[1])
     assert latest[0] == tmp_path / "LATEST"
     assert {*latest[2], tmp_path} <= set(latest[1])

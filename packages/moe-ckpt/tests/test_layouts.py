@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from moe_ckpt import load, open_checkpoint, save, verify
-from moe_ckpt.testing import ArrayShard, blank, run_ranks
+from moe_ckpt.testing import ArrayShard, apart, blank, run_ranks
 
 LAYERS, EXPERTS, D, F = 4, 8, 6, 5
 SHAPES = {"embedding": (11, D), "norm": (D,), "head": (11, D)}
@@ -93,10 +94,10 @@ def digests(path: Path) -> dict[str, str]:
     return {str(f.relative_to(path)): hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
 
 
-@pytest.fixture(scope="module")
-def roots():
+@pytest.fixture(scope="module", params=[500, 1 << 18], ids=["both", "packed"])
+def roots(request):
     directory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=directory) as top:
+    with tempfile.TemporaryDirectory(dir=directory) as top, apart(request.param):
         arrays, found = beginning(), {}
         for mesh in MESHES:
             found[mesh] = Path(top) / "-".join(map(str, mesh))
@@ -110,10 +111,12 @@ def roots():
         yield found
 
 
-def test_the_files_do_not_tell_the_layout(roots) -> None:
+def test_the_files_do_not_tell_the_layout(roots, request) -> None:
     trees = [digests(root / "step-00000002") for root in roots.values()]
     assert all(tree == trees[0] for tree in trees)
-    assert len(trees[0]) == 4 + 2 * len(SHAPES) * len(KINDS)
+    below = request.node.callspec.params["roots"]
+    large = [shape for shape in SHAPES.values() if 4 * np.prod(shape) >= below]
+    assert len(trees[0]) == 4 + 2 * len(large) * len(KINDS) + 2  # and one pack
 
 
 @pytest.mark.parametrize("reader", MESHES, ids=lambda mesh: "pp{}-edp{}-ep{}".format(*mesh))
@@ -203,10 +206,18 @@ def test_a_source_tree_that_was_not_installed_saves_and_says_so(tmp_path, monkey
 def test_zarr_python_reads_every_tensor(tmp_path) -> None:
     zarr = pytest.importorskip("zarr", reason="zarr is not installed")
     arrays = beginning()
-    path = save(tmp_path, Mesh(1, 1, 1).shards(arrays, 0), step=0, state={})
-    for (name, kind), want in arrays.items():
-        got = zarr.open_array(str(path / "arrays" / name / kind), mode="r")
-        assert got[...].tobytes() == want.tobytes(), name
+    with apart(500):
+        path = save(tmp_path, Mesh(1, 1, 1).shards(arrays, 0), step=0, state={})
+    rows = json.loads((path / "manifest.json").read_bytes())["arrays"]
+    assert {("pack" in row) for row in rows} == {True, False}
+    for row in rows:
+        want = arrays[row["name"], row["kind"]]
+        if "pack" in row:
+            pack = zarr.open_array(str(path / "packs" / f"{row['pack']:05}"), mode="r")
+            got = pack[row["start"] : row["start"] + want.size].reshape(row["shape"])
+        else:
+            got = zarr.open_array(str(path / "arrays" / row["name"] / row["kind"]), mode="r")[...]
+        assert got.tobytes() == want.tobytes(), row["name"]
 
 
 def test_state_that_only_some_ranks_have_is_refused_and_of_several_rank_0s_is_kept(
@@ -227,8 +238,9 @@ def test_state_that_only_some_ranks_have_is_refused_and_of_several_rank_0s_is_ke
     assert both == [{"rng": 0}] * 2
 
 
+@pytest.mark.parametrize("below", [0, 500])
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "pp{}-edp{}-ep{}".format(*mesh))
-def test_every_byte_is_written_once(mesh, tmp_path, monkeypatch) -> None:
+def test_every_byte_is_written_once(mesh, below, tmp_path, monkeypatch) -> None:
     from moe_ckpt.array import ChunkWriter
 
     written, real = [], ChunkWriter.write
@@ -239,7 +251,8 @@ def test_every_byte_is_written_once(mesh, tmp_path, monkeypatch) -> None:
 
     monkeypatch.setattr(ChunkWriter, "write", write)
     arrays = beginning()
-    run_ranks(mesh.size, lambda comm: save(
-        tmp_path, mesh.shards(arrays, comm.rank), step=0, state={}, comm=comm))  # fmt: skip
+    with apart(below):
+        run_ranks(mesh.size, lambda comm: save(
+            tmp_path, mesh.shards(arrays, comm.rank), step=0, state={}, comm=comm))  # fmt: skip
     assert len({item[:3] for item in written}) == len(written)
     assert sum(item[3] for item in written) == sum(array.nbytes for array in arrays.values())

@@ -31,7 +31,7 @@ from moe_ckpt import (
     verify,
 )
 from moe_ckpt.__main__ import main
-from moe_ckpt.testing import Died, blank, cut, run_ranks
+from moe_ckpt.testing import Died, apart, blank, cut, run_ranks
 from moe_ckpt.testing.stores import FaultyStore
 
 SHAPES = {
@@ -44,6 +44,8 @@ SHAPES = {
 @pytest.fixture(autouse=True)
 def short_lease(monkeypatch):
     monkeypatch.setattr(lease, "LEASE_SECONDS", 0.2)
+    with apart():
+        yield
 
 
 def arrays_of(value: float):
@@ -80,9 +82,11 @@ def tidy(store: FaultyStore) -> bool:
     )
 
 
-def test_the_same_values_are_the_same_bytes_as_in_files(tmp_path) -> None:
+@pytest.mark.parametrize("below", [0, 30, 100])
+def test_the_same_values_are_the_same_bytes_as_in_files(tmp_path, below) -> None:
     store = FaultyStore()
-    place, path = put(store.path(), 7, 1.5, size=3), put(tmp_path, 7, 1.5)
+    with apart(below):
+        place, path = put(store.path(), 7, 1.5, size=3), put(tmp_path, 7, 1.5)
     names = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
     assert sorted(item.relative_to(place) for item in place.rglob("*")) == names
     for name in names:
@@ -99,8 +103,10 @@ def test_plain_tensorstore_reads_an_array_of_an_object_store() -> None:
     assert array.read().result().tolist() == [1.5] * 5
 
 
-@pytest.mark.parametrize(("writers", "readers"), [(1, 3), (4, 1), (3, 2)])
-def test_any_ranks_read_what_any_others_wrote(writers, readers) -> None:
+@pytest.mark.parametrize(
+    ("writers", "readers", "below"), [(1, 3, 0), (4, 1, 0), (3, 2, 0), (3, 2, 30), (2, 4, 100)]
+)
+def test_any_ranks_read_what_any_others_wrote(writers, readers, below) -> None:
     root, rng = FaultyStore().path(), np.random.default_rng(0)
     arrays = {key: rng.random(shape, np.float32) for key, shape in SHAPES.items()}
     arrays |= {("e", "master"): np.zeros((0, 3)), ("s", "master"): np.array(-0.0)}
@@ -117,7 +123,8 @@ def test_any_ranks_read_what_any_others_wrote(writers, readers) -> None:
             for got, want in zip(into, shards, strict=True)
         ]
 
-    run_ranks(writers, write)
+    with apart(below):
+        run_ranks(writers, write)
     assert all(all(equal) for equal in run_ranks(readers, read))
 
 
@@ -136,10 +143,14 @@ def prepared(before) -> FaultyStore:
     return store
 
 
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(("size", "below"), [(1, 0), (4, 0), (4, 30)])
 @pytest.mark.parametrize("which", SAVES)
-def test_a_death_at_any_request_leaves_the_old_or_the_new(which, size) -> None:
-    before, action = SAVES[which]
+def test_a_death_at_any_request_leaves_the_old_or_the_new(which, size, below) -> None:
+    with apart(below):
+        deaths(*SAVES[which], size)
+
+
+def deaths(before, action, size) -> None:
     counted = prepared(before)
     begin = counted.count
     put(counted.path(), size=size, **action)

@@ -14,7 +14,7 @@ from moe_ckpt import (
     save,
 )
 from moe_ckpt.rules import new_names
-from moe_ckpt.testing import blank, cut, run_ranks
+from moe_ckpt.testing import apart, blank, cut, run_ranks
 
 ARRAYS = {
     (f"blocks.{at}.{name}", kind): np.full(
@@ -29,7 +29,8 @@ RENAME = [(r"blocks\.(\d+)\.(.*)", r"layers.\1.\2")]
 
 @pytest.fixture
 def root(tmp_path):
-    save(tmp_path, cut(ARRAYS, 0, 1), step=3, state={})
+    with apart():
+        save(tmp_path, cut(ARRAYS, 0, 1), step=3, state={})
     return tmp_path
 
 

@@ -21,9 +21,9 @@ SHAPES = {
 PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from moe_ckpt import files, grid
+from moe_ckpt import files, grid, pack
 from test_replay import put
-files.MANY = int(sys.argv[7])
+files.MANY, pack.PACKED_BYTES = int(sys.argv[7]), int(sys.argv[8])
 if files.MANY == 4:  # 3 arrays of 10 chunks: many chunks, but not many arrays
     grid.LOWER_BYTES, grid.UPPER_BYTES = 8, 16
 put(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5]), int(sys.argv[6]))
@@ -78,19 +78,23 @@ def memory():
 
 
 @pytest.mark.skipif(not can_trace(), reason="strace is not installed or may not trace")
-@pytest.mark.parametrize(("size", "many"), [(1, 128), (4, 128), (4, 0), (1, 4)])
+@pytest.mark.parametrize(
+    ("size", "many", "below"),
+    [(1, 128, 0), (4, 128, 0), (4, 0, 0), (1, 4, 0), (1, 128, 100), (4, 128, 30), (4, 0, 100)],
+)
 @pytest.mark.parametrize("which", SAVES)
 def test_a_power_failure_at_any_system_call_leaves_the_old_or_the_new(
-    memory, which, size, many
+    memory, which, size, many, below
 ) -> None:
-    # With more than ``many`` chunks, or arrays, they are synced with the whole file system.
+    # With more than ``many`` chunks, or arrays, they are synced with the whole file system. Tensors
+    # of fewer than ``below`` bytes, of which b has 20 and the others 48, stand in a pack.
     before, (step, value, keep) = SAVES[which]
     root = memory / "root"
     root.mkdir()
     for old, was in before.items():
         put(root, old, was, 9, 1)
     shutil.copytree(root, memory / "before")
-    arguments = [str(Path(__file__).parent), str(root), step, value, keep, size, many]
+    arguments = [str(Path(__file__).parent), str(root), step, value, keep, size, many, below]
     calls = record([sys.executable, "-c", PROGRAM, *map(str, arguments)])
     both = {**before, step: value}
     after = dict(list(both.items())[-keep:])
@@ -118,7 +122,7 @@ def test_a_power_failure_at_any_system_call_leaves_the_old_or_the_new(
             at[loss] = got
     assert at == dict.fromkeys(("nothing", "data", "everything"), after)
     assert len({tuple(found.items()) for found in known.values()}) >= 2
-    assert prefixes > 40
+    assert prefixes > 30
     assert any(call.name == "syncfs" for call in calls) == (many < 128)
     assert seen(root) == after
 

@@ -17,15 +17,21 @@ from moe_ckpt import (
     RankMismatchError,
     ShardError,
     StateError,
+    assembly,
     load,
     save,
     scan,
-    writer,
 )
 from moe_ckpt.array import ChunkWriter
-from moe_ckpt.testing import blank, cut, run_ranks
+from moe_ckpt.testing import apart, blank, cut, run_ranks
 
 ARRAYS = {(name, "master"): np.arange(30, dtype=np.float32) + ord(name) for name in "abcdef"}
+
+
+@pytest.fixture(autouse=True)
+def own_arrays():
+    with apart():
+        yield
 
 
 def outcomes(program, size=3):
@@ -57,7 +63,7 @@ def same(errors, kind, *parts) -> None:
 @pytest.mark.parametrize("where", ["_parcels", "_write_round", "_stored_crcs", "_check_shared"])
 def test_a_rank_that_fails_anywhere_fails_the_save_of_all(tmp_path, rank, where) -> None:
     save_all(tmp_path)
-    real, failing = getattr(writer, where), threading.local()
+    real, failing = getattr(assembly, where), threading.local()
 
     def fail(*args):
         if getattr(failing, "rank", None) == rank:
@@ -69,7 +75,7 @@ def test_a_rank_that_fails_anywhere_fails_the_save_of_all(tmp_path, rank, where)
         shards = cut(ARRAYS, comm.rank, comm.size)
         return save(tmp_path, shards, step=2, state={}, comm=comm)
 
-    with mock.patch.object(writer, where, fail):
+    with mock.patch.object(assembly, where, fail):
         errors = outcomes(program)
     same(errors, RankFailedError, f"rank {rank}: OSError", "No space left", f"disk of rank {rank}")
     assert [error.__cause__ is not None for error in errors] == [r == rank for r in range(3)]

@@ -22,6 +22,7 @@ from moe_ckpt.errors import (
 )
 from moe_ckpt.grid import Grid
 from moe_ckpt.objects import Place
+from moe_ckpt.pack import PACKS, Member, digests, labels
 
 CRC_BYTES = 4
 WINDOW_BYTES = 64 << 20
@@ -30,14 +31,15 @@ WINDOW_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class ArrayInfo:
-    """What a checkpoint says about one array.
+    """What a checkpoint says about one array: that of one tensor, or a pack.
 
     Attributes:
-        name: Of the tensor.
-        kind: Of its values.
+        name: Of the tensor; "packs" for a pack.
+        kind: Of its values; the number of a pack, as five digits.
         dtype: "float32" or "float64".
         grid: Its shape and chunks.
         crcs: uint32, for each chunk in C order the CRC-32C of its bytes. Empty before the save.
+        members: The tensors in a pack.
     """
 
     name: str
@@ -45,6 +47,12 @@ class ArrayInfo:
     dtype: str
     grid: Grid
     crcs: np.ndarray
+    members: tuple[Member, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """How messages call the array."""
+        return f"pack {self.kind}" if self.members else f"{self.name}/{self.kind}"
 
     @property
     def chunk_bytes(self) -> int:
@@ -53,6 +61,8 @@ class ArrayInfo:
 
     def directory(self, checkpoint: Any) -> Any:
         """Return where the array is in a checkpoint, a path or a place in an object store."""
+        if self.members:
+            return checkpoint / PACKS / self.kind
         return checkpoint / "arrays" / self.name / self.kind
 
     def chunk_file(self, checkpoint: Any, number: int) -> Any:
@@ -123,13 +133,13 @@ class ChunkWriter:
 
     def __init__(self, checkpoint: Path, *, together: bool = False):
         self.checkpoint, self.together = checkpoint, together
-        self._stores: dict[tuple[str, str], Any] = {}
+        self._stores: dict[tuple[str, str, bool], Any] = {}
         self._flying: deque[tuple[Any, int]] = deque()
         self._bytes = 0  # of what is in flight
 
     def write(self, info: ArrayInfo, number: int, values: np.ndarray) -> None:
         """Start to write a chunk. ``values`` must stay as they are until ``wait`` returns."""
-        key = (info.name, info.kind)
+        key = (info.name, info.kind, bool(info.members))
         if key not in self._stores:
             self._stores = {key: open_array(self.checkpoint, info, synced=not self.together)}
         box = info.grid.box(number)
@@ -206,10 +216,10 @@ def check_metadata(checkpoint: Place, info: ArrayInfo) -> None:
     try:
         found = path.read_bytes()
     except FileNotFoundError as error:
-        raise CorruptFileError(f"{info.name}/{info.kind}: {path} is missing") from error
+        raise CorruptFileError(f"{info.label}: {path} is missing") from error
     if found != metadata_bytes(info):
         raise CorruptFileError(
-            f"{info.name}/{info.kind}: {path} is not the metadata of a {info.dtype} array of "
+            f"{info.label}: {path} is not the metadata of a {info.dtype} array of "
             f"shape {info.grid.shape} in chunks of {info.grid.chunk}",
             tensor=info.name,
             file=str(path),
@@ -258,6 +268,25 @@ def swapped(
     )
 
 
+def corrupt(checkpoint: Place, info: ArrayInfo, number: int) -> CorruptChunkError:
+    """Return the error of a chunk whose bytes do not give its checksum.
+
+    Of a pack it names the tensors that were hit, by their digests.
+    """
+    path = info.chunk_file(checkpoint, number)
+    label, details = chunk_label(info, number), chunk_details(info, number, path)
+    if info.members:
+        values = np.frombuffer(
+            path.read_bytes()[:-CRC_BYTES], np.dtype(info.dtype).newbyteorder("<")
+        )
+        found = zip(info.members, digests(info.members, values), strict=True)
+        hit = [member for member, digest in found if digest != member.digest]
+        if hit:
+            details |= {"tensor": hit[0].name, "kind": hit[0].kind, "tensors": labels(hit)}
+            label = f"tensor {', '.join(details['tensors'])} in pack {info.kind}"
+    return CorruptChunkError(f"{label}: the bytes of {path} do not give its checksum", **details)
+
+
 def _finish_reading(
     checkpoint: Path, info: ArrayInfo, number: int, future: Any
 ) -> tuple[int, np.ndarray]:
@@ -265,21 +294,26 @@ def _finish_reading(
         return number, np.asarray(future.result()).reshape(-1)
     except Exception as error:
         # tensorstore has no classes of errors: all are ValueError, told apart by their text.
-        path = info.chunk_file(checkpoint, number)
         if "DATA_LOSS" not in str(error) and "Digest mismatch" not in str(error):
             raise
-        raise CorruptChunkError(
-            f"{chunk_label(info, number)}: the bytes of {path} do not give its checksum",
-            **chunk_details(info, number, path),
-        ) from error
+        raise corrupt(checkpoint, info, number) from error
 
 
 def chunk_label(info: ArrayInfo, number: int) -> str:
     """Return how messages call a chunk."""
+    if info.members:
+        inside = labels(info.members)
+        return f"pack {info.kind} of {len(inside)} tensors, {inside[0]} to {inside[-1]}"
     return f"tensor {info.name}/{info.kind}, chunk {info.grid.index(number)}"
 
 
 def chunk_details(info: ArrayInfo, number: int, path: Place) -> dict[str, Any]:
     """Return the facts of an error about a chunk."""
     chunk = list(info.grid.index(number))
+    if info.members:
+        first, inside = info.members[0], labels(info.members)
+        return {
+            "tensor": first.name, "kind": first.kind, "tensors": inside,
+            "pack": int(info.kind), "chunk": chunk, "file": str(path),
+        }  # fmt: skip
     return {"tensor": info.name, "kind": info.kind, "chunk": chunk, "file": str(path)}

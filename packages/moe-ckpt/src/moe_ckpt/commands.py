@@ -8,19 +8,16 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from moe_ckpt.array import ArrayInfo
 from moe_ckpt.catalog import scan, step_of
 from moe_ckpt.collection import collect, size_of
 from moe_ckpt.comparison import Difference, compare
 from moe_ckpt.errors import CheckpointError
 from moe_ckpt.export import export_safetensors
 from moe_ckpt.hf import export_hf, import_hf
-from moe_ckpt.manifest import digest
 from moe_ckpt.objects import Place
 from moe_ckpt.progress import Bar
 from moe_ckpt.reader import open_checkpoint, problems, summary
+from moe_ckpt.rows import TensorInfo
 
 OK, BAD, USAGE = 0, 1, 2
 
@@ -28,8 +25,8 @@ OK, BAD, USAGE = 0, 1, 2
 def inspect(options: Namespace) -> int:
     """Print the arrays and the state of a checkpoint."""
     reader = open_checkpoint(resolve(options.path))
-    every = reader.manifest.arrays
-    arrays = [i for i in every if fnmatch.fnmatchcase(f"{i.name}/{i.kind}", options.tensors)]
+    every = reader.manifest.tensors
+    arrays = [i for i in every if fnmatch.fnmatchcase(i.label, options.tensors)]
     whole = summary(reader.manifest)
     if options.json:
         return _json(
@@ -48,11 +45,10 @@ def inspect(options: Namespace) -> int:
     _print(f"{reader.path}")
     _print(f"step {reader.step}, written by {reader.manifest.writer}")
     _print(f"{len(every)} arrays, {whole.chunks} chunks, {size(whole.nbytes)}")
-    width = max((len(f"{info.name}/{info.kind}") for info in arrays), default=0)
+    width = max((len(info.label) for info in arrays), default=0)
     for info in arrays:
-        shape = "x".join(map(str, info.grid.shape)) or "scalar"
-        label = f"{info.name}/{info.kind}"
-        _print(f"  {label:{width}}  {info.dtype}  {shape}  {size(_nbytes(info))}")
+        shape = "x".join(map(str, info.shape)) or "scalar"
+        _print(f"  {info.label:{width}}  {info.dtype}  {shape}  {size(info.nbytes)}")
     _print(f"state {json.dumps(reader.state, sort_keys=True)}")
     return OK
 
@@ -220,25 +216,24 @@ def _difference(difference: Difference) -> str:
     return f"{difference.label}  {difference.what}"
 
 
-def _array(info: ArrayInfo) -> dict[str, Any]:
+def _array(info: TensorInfo) -> dict[str, Any]:
+    if info.packed:
+        where: dict[str, Any] = {"pack": int(info.array.kind), "start": info.start}
+    else:
+        where = {"chunk": list(info.array.grid.chunk), "chunks": len(info.array.grid)}
     return {
         "name": info.name,
         "kind": info.kind,
         "dtype": info.dtype,
-        "shape": list(info.grid.shape),
-        "chunk": list(info.grid.chunk),
-        "chunks": len(info.grid),
-        "bytes": _nbytes(info),
-        "digest": digest(info.crcs),
+        "shape": list(info.shape),
+        "bytes": info.nbytes,
+        "digest": info.digest,
+        **where,
     }
 
 
 def _problem(error: CheckpointError) -> dict[str, Any]:
     return {"class": type(error).__name__, "message": str(error), **error.details}
-
-
-def _nbytes(info: ArrayInfo) -> int:
-    return info.grid.size * np.dtype(info.dtype).itemsize
 
 
 def _json(**value: Any) -> int:

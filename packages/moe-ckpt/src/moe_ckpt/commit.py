@@ -13,6 +13,7 @@ from moe_ckpt.array import ArrayInfo, metadata_bytes
 from moe_ckpt.catalog import LATEST, scan, step_directory
 from moe_ckpt.errors import StepExistsError
 from moe_ckpt.manifest import MANIFEST, sha256, small_files, to_json
+from moe_ckpt.pack import PACKS
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +42,12 @@ def open_staging(
     staging.mkdir()
     stack.callback(lambda: shutil.rmtree(staging, ignore_errors=True))
     (staging / "arrays").mkdir()
-    last = None
+    last = ""
     for info in infos:
         directory = os.fspath(info.directory(staging))
-        if info.name != last:  # the kinds of a tensor follow one another
-            os.mkdir(os.path.dirname(directory))
-            last = info.name
+        if (parent := os.path.dirname(directory)) != last:  # the kinds of a tensor, and the packs,
+            os.mkdir(parent)  # follow one another
+            last = parent
         os.mkdir(directory)
         files.write(Path(directory, "zarr.json"), metadata_bytes(info), durable=False)
     return staging.name
@@ -61,7 +62,8 @@ def commit(root: Path, staging: Path, step: int, infos: list[ArrayInfo], state: 
     if len(infos) > files.MANY:
         files.sync_file_system(staging)
     else:
-        directories = [Path(path) for path, _, _ in os.walk(staging / "arrays")]
+        tops = (staging / "arrays", staging / PACKS)
+        directories = [Path(path) for top in tops for path, _, _ in os.walk(top)]
         files.sync_all([info.directory(staging) / "zarr.json" for info in infos] + directories)
     contents = small_files(step, sequence, infos, state)
     for name, data in contents.items():

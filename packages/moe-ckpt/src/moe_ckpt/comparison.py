@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from moe_ckpt.array import ArrayInfo
 from moe_ckpt.chunks import read_chunks
 from moe_ckpt.objects import Place
 from moe_ckpt.progress import no_progress
 from moe_ckpt.reader import CheckpointReader, open_checkpoint
+from moe_ckpt.rows import TensorInfo
 
 
 @dataclass(frozen=True)
@@ -80,21 +80,21 @@ def compare(
         CheckpointError: If one of them cannot be read.
     """
     a, b = open_checkpoint(first), open_checkpoint(second)
-    ours = {(info.name, info.kind): info for info in a.manifest.arrays}
-    theirs = {(info.name, info.kind): info for info in b.manifest.arrays}
+    ours = {(info.name, info.kind): info for info in a.manifest.tensors}
+    theirs = {(info.name, info.kind): info for info in b.manifest.tensors}
     found: list[Difference] = []
-    unlike: list[tuple[ArrayInfo, ArrayInfo]] = []
+    unlike: list[tuple[TensorInfo, TensorInfo]] = []
     for key in sorted(ours.keys() | theirs.keys()):
         label = "/".join(key)
         if key not in theirs or key not in ours:
             which = "first" if key in ours else "second"
             found.append(Difference(label, f"only in the {which}"))
-        elif ours[key].grid.shape != theirs[key].grid.shape:
-            shape = list(ours[key].grid.shape)
-            found.append(Difference(label, "shape", shape, list(theirs[key].grid.shape)))
+        elif ours[key].shape != theirs[key].shape:
+            shape = list(ours[key].shape)
+            found.append(Difference(label, "shape", shape, list(theirs[key].shape)))
         elif ours[key].dtype != theirs[key].dtype:
             found.append(Difference(label, "dtype", ours[key].dtype, theirs[key].dtype))
-        elif ours[key].grid != theirs[key].grid or (ours[key].crcs != theirs[key].crcs).any():
+        elif not _alike(ours[key], theirs[key]) or ours[key].digest != theirs[key].digest:
             unlike.append((ours[key], theirs[key]))
     found += _unlike(a, b, unlike, values, progress)
     found.sort(key=lambda difference: difference.label)
@@ -109,37 +109,55 @@ def _shared(found: list[Difference]) -> int:
 def _unlike(
     a: CheckpointReader,
     b: CheckpointReader,
-    pairs: list[tuple[ArrayInfo, ArrayInfo]],
+    pairs: list[tuple[TensorInfo, TensorInfo]],
     values: bool,
     progress: Callable[[int, int], None],
 ) -> Iterator[Difference]:
-    total = sum(info.grid.size * np.dtype(info.dtype).itemsize for info, _ in pairs)
+    total = sum(info.nbytes for info, _ in pairs)
     done = 0
     for ours, theirs in pairs:
-        label = f"{ours.name}/{ours.kind}"
-        # Cut otherwise, by another version of the package, checksums say nothing.
-        if not values and ours.grid == theirs.grid:
-            yield Difference(label, "values")
+        if not values and _alike(ours, theirs):
+            yield Difference(ours.label, "values")
             continue
-        difference = _measure(a, b, ours, theirs, label)
-        done += ours.grid.size * np.dtype(ours.dtype).itemsize
+        difference = _measure(a, b, ours, theirs)
+        done += ours.nbytes
         progress(done, total)
         if difference.elements:
             yield difference
 
 
+def _alike(ours: TensorInfo, theirs: TensorInfo) -> bool:
+    # Cut otherwise, by another version of the package, digests say nothing.
+    if ours.packed or theirs.packed:
+        return ours.packed and theirs.packed
+    return ours.array.grid == theirs.array.grid
+
+
+def _runs(
+    a: CheckpointReader, ours: TensorInfo, theirs: TensorInfo
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield, with its first element, what of a tensor may differ from that of the second."""
+    if ours.packed:
+        yield 0, a.read(ours.name, ours.kind).reshape(-1)
+        return
+    numbers, array = ours.numbers, ours.array
+    if _alike(ours, theirs):
+        numbers = [int(n) for n in np.flatnonzero(array.crcs != theirs.array.crcs)]
+    for number, values in read_chunks(a.path, array, numbers):
+        yield array.grid.run(number)[0], values
+
+
 def _measure(
-    a: CheckpointReader, b: CheckpointReader, ours: ArrayInfo, theirs: ArrayInfo, label: str
+    a: CheckpointReader, b: CheckpointReader, ours: TensorInfo, theirs: TensorInfo
 ) -> Difference:
     elements, largest, relative = 0, 0.0, 0.0
     word = f"u{np.dtype(ours.dtype).itemsize}"
-    numbers = range(len(ours.grid))
-    if ours.grid == theirs.grid:
-        numbers = [int(n) for n in np.flatnonzero(ours.crcs != theirs.crcs)]
-    for number, x in read_chunks(a.path, ours, numbers):
-        start, stop = ours.grid.run(number)
-        y = np.empty(stop - start, theirs.dtype)
-        b.read_into(theirs, [(start, stop, y)])
+    for start, x in _runs(a, ours, theirs):
+        if theirs.packed:
+            y = b.read(theirs.name, theirs.kind).reshape(-1)[start : start + x.size]
+        else:
+            y = np.empty(x.size, theirs.dtype)
+            b.read_into([(theirs, start, start + x.size, y)])
         apart = x.view(word) != y.view(word)
         elements += int(apart.sum())
         with np.errstate(all="ignore"):
@@ -147,7 +165,7 @@ def _measure(
             share = gap / np.abs(x[apart])
         largest = max(largest, float(np.nanmax(gap, initial=0.0)))
         relative = max(relative, float(np.nanmax(share, initial=0.0)))
-    return Difference(label, "values", elements=elements, largest=largest, relative=relative)
+    return Difference(ours.label, "values", elements=elements, largest=largest, relative=relative)
 
 
 def _keys(a: Any, b: Any, where: str) -> Iterator[str]:

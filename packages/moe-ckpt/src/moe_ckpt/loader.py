@@ -183,11 +183,8 @@ def _open(
 
 
 def _read(reader: CheckpointReader, fitted: Fit, views: Sequence[View]) -> int:
-    targets: dict[tuple[str, str], list[View]] = {}
-    for view in views:
-        targets.setdefault((view.name, view.kind), []).append(view)
-    return sum(
-        reader.read_into(info, [(v.start, v.stop, v.data) for v in targets[key]])
-        for key, info in fitted.infos.items()
-        if key in targets
+    return reader.read_into(
+        (fitted.infos[view.name, view.kind], view.start, view.stop, view.data)
+        for view in views
+        if (view.name, view.kind) in fitted.infos
     )

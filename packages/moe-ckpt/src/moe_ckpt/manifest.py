@@ -4,16 +4,17 @@ import hashlib
 import importlib.metadata
 import json
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from moe_ckpt.array import ArrayInfo
 from moe_ckpt.errors import CorruptFileError, FormatVersionError, NotACheckpointError, StateError
-from moe_ckpt.grid import Grid
 from moe_ckpt.objects import Place
-from moe_ckpt.shard import DTYPES, check_name
+from moe_ckpt.rows import TensorInfo, pack_row, read_rows, rows_of
 
+_ENCODER = json.JSONEncoder(allow_nan=False)
 VERSION = (1, 0)
 PRODUCERS = ("moe-ckpt", "numpy", "tensorstore")
 MANIFEST, SEAL, STATE, CHECKSUMS = "manifest.json", "manifest.sha256", "state.json", "checksums.bin"
@@ -27,7 +28,8 @@ class Manifest:
         step: Of the run.
         sequence: Counts the saves to one root; the highest is the newest.
         writer: Package and version that wrote it.
-        arrays: In order of name and kind.
+        tensors: In order of name and kind.
+        arrays: That hold them: those of large tensors, in the same order, then the packs.
         sha256: Of the file, in hexadecimal.
         config_sha256: Of the value of ``config`` in the state, or None if the state has none.
         producers: Versions of the packages that the bytes came from.
@@ -36,6 +38,7 @@ class Manifest:
     step: int
     sequence: int
     writer: str
+    tensors: tuple[TensorInfo, ...]
     arrays: tuple[ArrayInfo, ...]
     sha256: str
     config_sha256: str | None
@@ -84,10 +87,10 @@ def small_files(
     """Return the files beside ``arrays``, in the order in which to write them."""
     checksums = b"".join(info.crcs.astype("<u4").tobytes() for info in arrays)
     manifest = {
-        "arrays": [_array_to_json(info) for info in arrays],
         "config_sha256": _config_digest(state),
         "checksums": {"bytes": len(checksums), "sha256": sha256(checksums)},
         "format": "moe-ckpt",
+        "packs": [pack_row(info) for info in arrays if info.members],
         "producers": producers(),
         "sequence": sequence,
         "state": {"bytes": len(state), "sha256": sha256(state)},
@@ -95,26 +98,14 @@ def small_files(
         "version": list(VERSION),
         "writer": f"moe-ckpt {_version('moe-ckpt')}",
     }
-    data = to_json(manifest)
+    # A line for each tensor. Rows that are indented would take most of the time of a save.
+    rows = sorted((row for info in arrays for row in rows_of(info)), key=itemgetter(0, 1))
+    lines = ",\n  ".join(_ENCODER.encode(row) for _, _, row in rows)
+    text = to_json(manifest).decode().removeprefix("{")
+    data = f'{{\n "arrays": [\n  {lines}\n ],{text}'.encode()
     # As sha256sum writes it, so that it can also check it.
     seal = f"{sha256(data)}  {MANIFEST}\n".encode()
     return {STATE: state, CHECKSUMS: checksums, SEAL: seal, MANIFEST: data}
-
-
-def digest(crcs: np.ndarray) -> str:
-    """Return what identifies the values of an array: equal digests, equal chunks."""
-    return sha256(crcs.astype("<u4").tobytes())
-
-
-def _array_to_json(info: ArrayInfo) -> dict[str, Any]:
-    return {
-        "chunk": list(info.grid.chunk),
-        "digest": digest(info.crcs),
-        "dtype": info.dtype,
-        "kind": info.kind,
-        "name": info.name,
-        "shape": list(info.grid.shape),
-    }
 
 
 def read_manifest(path: Place) -> Manifest:
@@ -137,12 +128,14 @@ def read_manifest(path: Place) -> Manifest:
         _check_version(path, fields)
         checksums = read_sealed(path / CHECKSUMS, fields["checksums"])
         read_sealed(path / STATE, fields["state"])
-        arrays = _arrays_from_json(fields["arrays"], np.frombuffer(checksums, "<u4"))
+        tensors, arrays = read_rows(
+            fields["arrays"], fields["packs"], np.frombuffer(checksums, "<u4")
+        )
         return Manifest(
-            fields["step"], fields["sequence"], fields["writer"], arrays, sha256(data),
+            fields["step"], fields["sequence"], fields["writer"], tensors, arrays, sha256(data),
             fields.get("config_sha256"), fields.get("producers", {}),
         )  # fmt: skip
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         if isinstance(error, FormatVersionError):
             raise
         raise _corrupt(path / MANIFEST, f"cannot be understood: {error!r}") from error
@@ -198,21 +191,3 @@ def _check_version(path: Place, fields: dict[str, Any]) -> None:
             f"{path} has format {fields['format']} version {fields['version']}, "
             f"this release reads moe-ckpt version {VERSION[0]}.x"
         )
-
-
-def _arrays_from_json(rows: list[dict[str, Any]], crcs: np.ndarray) -> tuple[ArrayInfo, ...]:
-    arrays, at = [], 0
-    for row in rows:
-        check_name(row["name"], "name")
-        check_name(row["kind"], "kind")
-        if row["dtype"] not in DTYPES:
-            raise ValueError(f"dtype {row['dtype']!r}")
-        grid = Grid(tuple(row["shape"]), tuple(row["chunk"]))
-        mine = crcs[at : at + len(grid)]
-        if len(mine) != len(grid) or digest(mine) != row["digest"]:
-            raise ValueError(f"the checksums of {row['name']}/{row['kind']}")
-        arrays.append(ArrayInfo(row["name"], row["kind"], row["dtype"], grid, mine))
-        at += len(grid)
-    if at != len(crcs):
-        raise ValueError(f"{len(crcs)} checksums for {at} chunks")
-    return tuple(arrays)

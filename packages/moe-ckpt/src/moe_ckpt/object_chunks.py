@@ -13,10 +13,11 @@ from moe_ckpt.array import (
     ArrayInfo,
     chunk_details,
     chunk_label,
+    corrupt,
     metadata,
     swapped,
 )
-from moe_ckpt.errors import CorruptChunkError, MissingChunkError, TruncatedChunkError
+from moe_ckpt.errors import MissingChunkError, TruncatedChunkError
 from moe_ckpt.objects import ObjectPath
 
 
@@ -77,7 +78,7 @@ class ObjectWriter:
     def __init__(self, checkpoint: ObjectPath):
         self.checkpoint = checkpoint
         self._codec: Codec | None = None
-        self._crcs: dict[tuple[str, str, int], int] = {}
+        self._crcs: dict[Any, int] = {}
         self._flying: deque[tuple[Any, int]] = deque()
         self._bytes = 0  # of what is in flight
 
@@ -87,7 +88,7 @@ class ObjectWriter:
             self._codec = Codec(info)
         data = self._codec.encode(number, values)
         crc = int.from_bytes(data[-CRC_BYTES:], "little")
-        self._crcs[info.name, info.kind, number] = crc
+        self._crcs[info.chunk_file(self.checkpoint, number)] = crc
         place = info.chunk_file(self.checkpoint, number)
         self._flying.append((place.store.write(place.key, data), len(data)))
         self._bytes += len(data)
@@ -116,7 +117,7 @@ class ObjectWriter:
 
     def stored_crc(self, info: ArrayInfo, number: int) -> int:
         """Return the checksum of a chunk that was written: the store took it whole."""
-        return self._crcs[info.name, info.kind, number]
+        return self._crcs[info.chunk_file(self.checkpoint, number)]
 
 
 def read_objects(
@@ -153,9 +154,7 @@ def _finish(
     try:
         values = codec.decode(number, data)
     except ValueError as error:
-        raise CorruptChunkError(
-            f"{label}: the bytes of {place} do not give its checksum", **details
-        ) from error
+        raise corrupt(checkpoint, info, number) from error
     crc = int.from_bytes(data[-CRC_BYTES:], "little")
     if crc != info.crcs[number]:
         raise swapped(checkpoint, info, number, crc, " is sound but")

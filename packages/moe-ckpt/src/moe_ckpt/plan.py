@@ -1,5 +1,6 @@
 """Who writes which chunk: computed alike on every rank from what all ranks hold."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import numpy as np
 
 from moe_ckpt.errors import CoverageError, RankMismatchError
 from moe_ckpt.grid import Grid, chunk_shape
+from moe_ckpt.pack import PACKS, Member, groups, is_packed
 
 ROUND_BYTES = 64 << 20
 """Fragments that one rank sends or receives at a time; it bounds the memory of an exchange."""
@@ -22,24 +24,45 @@ class Piece(NamedTuple):
         stop: One past the last.
         rank: Who holds it.
         shard: Which of the shards of that rank.
+        at: Where in the memory of the shard the first element is, counted in elements.
     """
 
     start: int
     stop: int
     rank: int
     shard: int
+    at: int = 0
 
 
-@dataclass(frozen=True)
-class ArrayPlan:
-    """One array of the checkpoint.
+class TensorPlan(NamedTuple):
+    """One tensor, wherever in the checkpoint it will stand.
 
     Attributes:
         name: Of the tensor.
         kind: Of its values.
         dtype: "float32" or "float64".
+        shape: Of the whole tensor.
+        pieces: What the ranks hold, in order of elements; together every element once.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...] = ()
+
+
+@dataclass(frozen=True)
+class ArrayPlan:
+    """One array of the checkpoint: that of one tensor, or a pack.
+
+    Attributes:
+        name: Of the tensor; "packs" for a pack.
+        kind: Of its values; the number of a pack, as five digits.
+        dtype: "float32" or "float64".
         grid: Its shape and chunks.
         pieces: What the ranks hold, in order of elements; together every element once.
+        members: The tensors in a pack.
     """
 
     name: str
@@ -47,6 +70,7 @@ class ArrayPlan:
     dtype: str
     grid: Grid
     pieces: tuple[Piece, ...]
+    members: tuple[Member, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,17 +90,17 @@ class ChunkPlan:
     pieces: tuple[Piece, ...]
 
 
-def plan_arrays(held: Sequence[Sequence[Sequence[Any]]]) -> list[ArrayPlan]:
+def plan_tensors(held: Sequence[Sequence[Sequence[Any]]]) -> list[TensorPlan]:
     """Put together what the ranks hold.
 
     Args:
         held: For each rank, for each of its shards: name, kind, shape, dtype, start, stop.
 
     Returns:
-        The arrays in order of name and kind.
+        The tensors in order of name and kind.
 
     Raises:
-        RankMismatchError: If shards of one array differ in shape or dtype.
+        RankMismatchError: If shards of one tensor differ in shape or dtype.
         CoverageError: If an element is missing or there twice.
     """
     pieces: dict[tuple[str, str], list[Piece]] = defaultdict(list)
@@ -90,17 +114,47 @@ def plan_arrays(held: Sequence[Sequence[Sequence[Any]]]) -> list[ArrayPlan]:
                     f"{name}/{kind}: rank {first[2]} has {first[1]} of shape {first[0]}, "
                     f"rank {rank} has {dtype} of shape {form[0]}"
                 )
-            pieces[name, kind].append(Piece(start, stop, rank, shard))
-    return [_array(*key, *forms[key][:2], pieces[key]) for key in sorted(forms)]
+            if start < stop:
+                pieces[name, kind].append(Piece(start, stop, rank, shard))
+    tensors = []
+    for name, kind in sorted(forms):
+        shape, dtype, _ = forms[name, kind]
+        mine = sorted(pieces[name, kind])
+        check_coverage(f"{name}/{kind}", math.prod(shape), mine)
+        tensors.append(TensorPlan(name, kind, dtype, shape, tuple(mine)))
+    return tensors
 
 
-def _array(
-    name: str, kind: str, shape: tuple[int, ...], dtype: str, pieces: list[Piece]
-) -> ArrayPlan:
-    grid = Grid(shape, chunk_shape(shape, np.dtype(dtype).itemsize))
-    pieces = sorted(piece for piece in pieces if piece.start < piece.stop)
-    check_coverage(f"{name}/{kind}", grid.size, pieces)
-    return ArrayPlan(name, kind, dtype, grid, tuple(pieces))
+def plan_arrays(tensors: Sequence[TensorPlan]) -> list[ArrayPlan]:
+    """Return the arrays that hold tensors: their own, in order, and then the packs.
+
+    Args:
+        tensors: In order of name and kind.
+    """
+    small = [tensor for tensor in tensors if is_packed(tensor.shape, tensor.dtype)]
+    large = (tensor for tensor in tensors if not is_packed(tensor.shape, tensor.dtype))
+    arrays = [
+        ArrayPlan(
+            t.name, t.kind, t.dtype,
+            Grid(t.shape, chunk_shape(t.shape, np.dtype(t.dtype).itemsize)), t.pieces,
+        )
+        for t in large
+    ]  # fmt: skip
+    sizes = [(tensor.dtype, math.prod(tensor.shape)) for tensor in small]
+    for number, (dtype, group) in enumerate(groups(sizes)):
+        arrays.append(_pack(number, dtype, [small[at] for at in group]))
+    return arrays
+
+
+def _pack(number: int, dtype: str, tensors: Sequence[TensorPlan]) -> ArrayPlan:
+    pieces, members, at = [], [], 0
+    for name, kind, _, shape, mine in tensors:
+        stop = at + math.prod(shape)
+        members.append(Member(name, kind, shape, at, stop))
+        pieces += [Piece(p.start + at, p.stop + at, p.rank, p.shard, p.at) for p in mine]
+        at = stop
+    grid = Grid((at,), (max(1, at),))
+    return ArrayPlan(PACKS, f"{number:05}", dtype, grid, tuple(pieces), tuple(members))
 
 
 def check_coverage(label: str, size: int, pieces: Sequence[Piece]) -> None:
@@ -164,7 +218,9 @@ def _pieces_of_chunks(array: ArrayPlan) -> Iterator[tuple[int, tuple[Piece, ...]
         parts, at = [], first
         while at < len(array.pieces) and array.pieces[at].start < stop:
             piece = array.pieces[at]
-            parts.append(piece._replace(start=max(start, piece.start), stop=min(stop, piece.stop)))
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            held = piece.at + low - piece.start
+            parts.append(Piece(low, high, piece.rank, piece.shard, held))
             at += 1
         yield number, tuple(parts)
 

@@ -28,6 +28,7 @@ from moe_ckpt.manifest import (
 )
 from moe_ckpt.objects import Place, as_place
 from moe_ckpt.progress import no_progress
+from moe_ckpt.rows import TensorInfo
 
 
 class CheckpointReader:
@@ -54,7 +55,8 @@ class CheckpointReader:
             raise
         self.checkpoint: Checkpoint = checkpoint_of(self.path, self.manifest)
         self.state: dict[str, Any] = read_state(self.path)
-        self._arrays = {(info.name, info.kind): info for info in self.manifest.arrays}
+        self._tensors = {(info.name, info.kind): info for info in self.manifest.tensors}
+        self._pack: tuple[ArrayInfo, np.ndarray] | None = None
 
     @property
     def step(self) -> int:
@@ -64,28 +66,28 @@ class CheckpointReader:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the tensors, in order."""
-        return tuple(dict.fromkeys(info.name for info in self.manifest.arrays))
+        return tuple(dict.fromkeys(info.name for info in self.manifest.tensors))
 
     def kinds(self, name: str) -> tuple[str, ...]:
         """Return which values of a tensor there are, in order."""
-        return tuple(info.kind for info in self.manifest.arrays if info.name == name)
+        return tuple(info.kind for info in self.manifest.tensors if info.name == name)
 
     def shape(self, name: str, kind: str = "master") -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return self.info(name, kind).grid.shape
+        return self.info(name, kind).shape
 
     def dtype(self, name: str, kind: str = "master") -> np.dtype:
         """Return the dtype of a tensor."""
         return np.dtype(self.info(name, kind).dtype)
 
-    def info(self, name: str, kind: str = "master") -> ArrayInfo:
+    def info(self, name: str, kind: str = "master") -> TensorInfo:
         """Return what the manifest says about a tensor.
 
         Raises:
             MissingTensorError: If there is none; it names those with similar names.
         """
-        if (name, kind) in self._arrays:
-            return self._arrays[name, kind]
+        if (name, kind) in self._tensors:
+            return self._tensors[name, kind]
         kinds = ", ".join(self.kinds(name))
         hint = f"; it has {kinds} of it" if kinds else near(f"{name}/{kind}", self.labels())
         raise MissingTensorError(
@@ -95,8 +97,8 @@ class CheckpointReader:
         )
 
     def labels(self) -> list[str]:
-        """Return ``name/kind`` of every array."""
-        return [f"{info.name}/{info.kind}" for info in self.manifest.arrays]
+        """Return ``name/kind`` of every tensor."""
+        return [info.label for info in self.manifest.tensors]
 
     def read(self, name: str, kind: str = "master") -> np.ndarray:
         """Read a whole tensor, each chunk checked against the manifest.
@@ -107,31 +109,52 @@ class CheckpointReader:
             CorruptFileError: If ``zarr.json`` is not what the manifest implies.
         """
         info = self.info(name, kind)
-        values = np.empty(info.grid.size, info.dtype)
-        self.read_into(info, [(0, info.grid.size, values)])
-        return values.reshape(info.grid.shape)
+        values = np.empty(info.size, info.dtype)
+        if info.packed:  # the next one is likely to be in the same pack
+            values[:] = self._values(info.array)[info.start : info.start + info.size]
+        else:
+            self.read_into([(info, 0, info.size, values)])
+        return values.reshape(info.shape)
 
-    def read_into(self, info: ArrayInfo, targets: Iterable[tuple[int, int, np.ndarray]]) -> int:
-        """Read runs of the flat elements of a tensor, touching only the chunks that hold them.
+    def _values(self, pack: ArrayInfo) -> np.ndarray:
+        if self._pack is None or self._pack[0] is not pack:
+            values = np.empty(pack.grid.size, pack.dtype)
+            _read_array(self.path, pack, [(0, pack.grid.size, values)])
+            self._pack = pack, values
+        return self._pack[1]
+
+    def read_into(self, targets: Iterable[tuple[TensorInfo, int, int, np.ndarray]]) -> int:
+        """Read runs of the flat elements of tensors, touching only the chunks that hold them.
 
         Args:
-            info: Of the tensor, from ``info``.
-            targets: For each run its first element, one past its last, and where to put it.
+            targets: For each run its tensor, from ``info``, its first element, one past its last,
+                and where to put it.
 
         Returns:
             Number of bytes read from chunk files. A chunk is read once however many runs it has.
         """
-        check_metadata(self.path, info)
-        wanted: dict[int, list[tuple[int, int, np.ndarray]]] = {}
-        for start, stop, target in targets:
-            for number in info.grid.overlapping(start, stop):
-                wanted.setdefault(number, []).append((start, stop, target))
-        for number, values in read_chunks(self.path, info, sorted(wanted)):
-            first, last = info.grid.run(number)
-            for start, stop, target in wanted[number]:
-                low, high = max(first, start), min(last, stop)
-                target[low - start : high - start] = values[low - first : high - first]
-        return len(wanted) * info.chunk_bytes
+        arrays: dict[int, tuple[ArrayInfo, list[tuple[int, int, np.ndarray]]]] = {}
+        for info, start, stop, target in targets:
+            _, runs = arrays.setdefault(id(info.array), (info.array, []))
+            runs.append((info.start + start, info.start + stop, target))
+        return sum(_read_array(self.path, array, runs) for array, runs in arrays.values())
+
+
+def _read_array(
+    path: Place, array: ArrayInfo, targets: Iterable[tuple[int, int, np.ndarray]]
+) -> int:
+    """Read runs of the elements of one array and return the bytes read."""
+    check_metadata(path, array)
+    wanted: dict[int, list[tuple[int, int, np.ndarray]]] = {}
+    for start, stop, target in targets:
+        for number in array.grid.overlapping(start, stop):
+            wanted.setdefault(number, []).append((start, stop, target))
+    for number, values in read_chunks(path, array, sorted(wanted)):
+        first, last = array.grid.run(number)
+        for start, stop, target in wanted[number]:
+            low, high = max(first, start), min(last, stop)
+            target[low - start : high - start] = values[low - first : high - first]
+    return len(wanted) * array.chunk_bytes
 
 
 def near(label: str, labels: Iterable[str]) -> str:
@@ -158,8 +181,8 @@ class Verified:
 
     Attributes:
         step: Of the run.
-        arrays: Number of arrays.
-        chunks: Number of chunks.
+        arrays: Number of tensors.
+        chunks: Number of chunks, those of packs included.
         nbytes: Of the values.
     """
 
@@ -193,9 +216,9 @@ def verify(
 
 def summary(manifest: Manifest) -> Verified:
     """Return the numbers of a checkpoint."""
-    sizes = [info.grid.size * np.dtype(info.dtype).itemsize for info in manifest.arrays]
     chunks = sum(len(info.grid) for info in manifest.arrays)
-    return Verified(manifest.step, len(sizes), chunks, sum(sizes))
+    nbytes = sum(info.nbytes for info in manifest.tensors)
+    return Verified(manifest.step, len(manifest.tensors), chunks, nbytes)
 
 
 def problems(

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_ckpt.array import ArrayInfo
 from moe_ckpt.errors import (
     DtypeMismatchError,
     ExtraTensorError,
@@ -15,6 +14,7 @@ from moe_ckpt.errors import (
     ShapeMismatchError,
 )
 from moe_ckpt.reader import CheckpointReader, near
+from moe_ckpt.rows import TensorInfo
 from moe_ckpt.shard import View
 
 Key = tuple[str, str]
@@ -46,13 +46,13 @@ class Fit:
     """What goes where.
 
     Attributes:
-        infos: For each name and kind that a rank asks for and the checkpoint has, its array.
+        infos: For each name and kind that a rank asks for and the checkpoint has, its tensor.
         renamed: Old and new names of tensors that are called otherwise here.
         missing: ``name/kind`` that ranks ask for and that the checkpoint does not have.
         unread: ``name/kind``, as it would be called here, that no rank asks for.
     """
 
-    infos: Mapping[Key, ArrayInfo]
+    infos: Mapping[Key, TensorInfo]
     renamed: tuple[tuple[str, str], ...]
     missing: tuple[str, ...]
     unread: tuple[str, ...]
@@ -78,7 +78,7 @@ def fit(
         ExtraTensorError: If the checkpoint has a tensor that no rank asks for and no rule allows.
     """
     names = new_names(reader.names, rules.rename)
-    here = {(names[info.name], info.kind): info for info in reader.manifest.arrays}
+    here = {(names[info.name], info.kind): info for info in reader.manifest.tensors}
     for view in views:
         if (view.name, view.kind) in here:
             _check(reader, view, here[view.name, view.kind])
@@ -151,13 +151,13 @@ def _allowed(key: Key, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(label(key), pattern) for pattern in patterns)
 
 
-def _check(reader: CheckpointReader, view: View, info: ArrayInfo) -> None:
+def _check(reader: CheckpointReader, view: View, info: TensorInfo) -> None:
     name = f"{view.name}/{view.kind}"
     if view.name != info.name:
         name += f" (there {info.name})"
-    if info.grid.shape != view.shape:
+    if info.shape != view.shape:
         raise ShapeMismatchError(
-            f"{name} has shape {info.grid.shape} in {reader.path} and {view.shape} here",
+            f"{name} has shape {info.shape} in {reader.path} and {view.shape} here",
             tensor=view.name,
         )
     if info.dtype != view.data.dtype.name:
@@ -176,7 +176,7 @@ def _missing(reader: CheckpointReader, view: View, here: Mapping[Key, Any]) -> M
 
 
 def _extra(
-    reader: CheckpointReader, refused: list[Key], here: Mapping[Key, ArrayInfo], asked: list[str]
+    reader: CheckpointReader, refused: list[Key], here: Mapping[Key, TensorInfo], asked: list[str]
 ) -> ExtraTensorError:
     first, info = refused[0], here[refused[0]]
     there = "" if info.name == first[0] else f" (there {info.name})"

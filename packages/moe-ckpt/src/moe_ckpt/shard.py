@@ -127,6 +127,7 @@ def _memory(label: str, data: Any) -> np.ndarray:
     except (TypeError, ValueError, RuntimeError) as error:
         raise ShardError(f"{label}: data cannot be seen as a numpy array: {error}") from error
     # Two views of one memory begin at one address; two copies, both alive, cannot.
-    if first.size and first.ctypes.data != second.ctypes.data:
+    where = [array.__array_interface__["data"][0] for array in (first, second)]
+    if first.size and where[0] != where[1]:
         raise ShardError(f"{label}: {type(data).__name__} shows a copy of its memory, not a view")
     return first

@@ -100,8 +100,8 @@ def _check(reader: CheckpointReader, wanted: Sequence[Entry], skip: Sequence[str
             )
     used = {(entry.name, entry.kind) for entry in wanted}
     left = [
-        f"{info.name}/{info.kind}"
-        for info in reader.manifest.arrays
+        info.label
+        for info in reader.manifest.tensors
         if info.kind in ("master", "buffer") and (info.name, info.kind) not in used
     ]
     left = [label for label in left if not any(_matches(label, p) for p in skip)]
@@ -177,12 +177,15 @@ class Cursor:
     def read(self, entry: Entry) -> np.ndarray:
         """Return the elements of an entry, each chunk checked against the manifest."""
         info = self.reader.info(entry.name, entry.kind)
-        values = np.empty(entry.stop - entry.start, info.dtype)
-        for number in info.grid.overlapping(entry.start, entry.stop):
+        if info.packed:
+            whole = self.reader.read(entry.name, entry.kind).reshape(-1)
+            return whole[entry.start : entry.stop]
+        values, grid = np.empty(entry.stop - entry.start, info.dtype), info.array.grid
+        for number in grid.overlapping(entry.start, entry.stop):
             if self._at != (info.name, info.kind, number):
-                [(_, self._chunk)] = read_chunks(self.reader.path, info, [number])
+                [(_, self._chunk)] = read_chunks(self.reader.path, info.array, [number])
                 self._at = (info.name, info.kind, number)
-            first, last = info.grid.run(number)
+            first, last = grid.run(number)
             low, high = max(first, entry.start), min(last, entry.stop)
             values[low - entry.start : high - entry.start] = self._chunk[low - first : high - first]
         return values

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 
 from moe_ckpt.errors import LayoutError
-from moe_ckpt.grid import Grid, chunk_shape
 from moe_ckpt.hf.layout import Entry, entries
 from moe_ckpt.hf.source import Source
 from moe_ckpt.objects import Place
-from moe_ckpt.plan import ArrayPlan
+from moe_ckpt.plan import TensorPlan
 from moe_ckpt.progress import no_progress
 from moe_ckpt.reader import near
-from moe_ckpt.writer import save_arrays
+from moe_ckpt.writer import save_made
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -60,24 +59,25 @@ def import_hf(
     model = Source(Path(source))
     config = dict(model.config if config is None else config)
     parts = _parts(model, entries(config), skip)
-    arrays = [_array(*key, parts[key], model) for key in sorted(parts)]
+    tensors = [_tensor(*key, parts[key], model) for key in parts]
     if moments:
-        arrays += [
-            ArrayPlan(array.name, kind, array.dtype, array.grid, ())
-            for array in arrays
-            if array.kind == "master"
+        tensors += [
+            tensor._replace(kind=kind)
+            for tensor in tensors
+            if tensor.kind == "master"
             for kind in MOMENTS
         ]
+    dtypes = {(tensor.name, tensor.kind): np.dtype(tensor.dtype) for tensor in tensors}
 
-    def produce(array: ArrayPlan, start: int, stop: int) -> np.ndarray:
-        if array.kind in MOMENTS:
-            return np.zeros(stop - start, array.dtype)
-        return _run(model, parts[array.name, array.kind], np.dtype(array.dtype), start, stop)
+    def produce(name: str, kind: str, start: int, stop: int) -> np.ndarray:
+        if kind in MOMENTS:
+            return np.zeros(stop - start, dtypes[name, kind])
+        return _run(model, parts[name, kind], dtypes[name, kind], start, stop)
 
-    arrays.sort(key=lambda array: (array.name, array.kind))
+    tensors.sort()
     state = {"hf_config": config, "source": "safetensors"}
-    return save_arrays(
-        root, arrays, produce, step=step, state=state, overwrite=overwrite, progress=progress
+    return save_made(
+        root, tensors, produce, step=step, state=state, overwrite=overwrite, progress=progress
     )
 
 
@@ -111,12 +111,9 @@ def _parts(
     return parts
 
 
-def _array(name: str, kind: str, parts: Sequence[Entry], model: Source) -> ArrayPlan:
-    whole = parts[0].whole
+def _tensor(name: str, kind: str, parts: Sequence[Entry], model: Source) -> TensorPlan:
     wide = any(model.files[e.source].tensor(e.source).dtype == np.float64 for e in parts)
-    dtype = "float64" if wide else "float32"
-    grid = Grid(whole, chunk_shape(whole, np.dtype(dtype).itemsize))
-    return ArrayPlan(name, kind, dtype, grid, ())
+    return TensorPlan(name, kind, "float64" if wide else "float32", parts[0].whole)
 
 
 def _run(
