@@ -153,11 +153,8 @@ def _measure(
     elements, largest, relative = 0, 0.0, 0.0
     word = f"u{np.dtype(ours.dtype).itemsize}"
     for start, x in _runs(a, ours, theirs):
-        if theirs.packed:
-            y = b.read(theirs.name, theirs.kind).reshape(-1)[start : start + x.size]
-        else:
-            y = np.empty(x.size, theirs.dtype)
-            b.read_into([(theirs, start, start + x.size, y)])
+        y = np.empty(x.size, theirs.dtype)
+        b.read_into(theirs, [(start, start + x.size, y)])
         apart = x.view(word) != y.view(word)
         elements += int(apart.sum())
         with np.errstate(all="ignore"):

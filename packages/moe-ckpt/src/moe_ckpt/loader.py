@@ -183,7 +183,7 @@ def _open(
 
 
 def _read(reader: CheckpointReader, fitted: Fit, views: Sequence[View]) -> int:
-    return reader.read_into(
+    return reader.read_together(
         (fitted.infos[view.name, view.kind], view.start, view.stop, view.data)
         for view in views
         if (view.name, view.kind) in fitted.infos

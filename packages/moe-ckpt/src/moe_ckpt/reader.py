@@ -110,28 +110,40 @@ class CheckpointReader:
         """
         info = self.info(name, kind)
         values = np.empty(info.size, info.dtype)
-        if info.packed:  # the next one is likely to be in the same pack
-            values[:] = self._values(info.array)[info.start : info.start + info.size]
-        else:
-            self.read_into([(info, 0, info.size, values)])
+        self.read_into(info, [(0, info.size, values)])
         return values.reshape(info.shape)
 
-    def _values(self, pack: ArrayInfo) -> np.ndarray:
-        if self._pack is None or self._pack[0] is not pack:
-            values = np.empty(pack.grid.size, pack.dtype)
-            _read_array(self.path, pack, [(0, pack.grid.size, values)])
-            self._pack = pack, values
-        return self._pack[1]
-
-    def read_into(self, targets: Iterable[tuple[TensorInfo, int, int, np.ndarray]]) -> int:
-        """Read runs of the flat elements of tensors, touching only the chunks that hold them.
+    def read_into(self, info: TensorInfo, targets: Iterable[tuple[int, int, np.ndarray]]) -> int:
+        """Read runs of the flat elements of a tensor, touching only the chunks that hold them.
 
         Args:
-            targets: For each run its tensor, from ``info``, its first element, one past its last,
-                and where to put it.
+            info: Of the tensor, from ``info``.
+            targets: For each run its first element, one past its last, and where to put it.
 
         Returns:
-            Number of bytes read from chunk files. A chunk is read once however many runs it has.
+            Number of bytes read from chunk files. A chunk is read once however many runs it has,
+            and the last pack is kept, since the next tensor is likely to be in it too.
+        """
+        if not info.packed:
+            return _read_array(self.path, info.array, targets)
+        nbytes, pack = 0, info.array
+        if self._pack is None or self._pack[0] is not pack:
+            values = np.empty(pack.grid.size, pack.dtype)
+            nbytes = _read_array(self.path, pack, [(0, pack.grid.size, values)])
+            self._pack = pack, values
+        values = self._pack[1][info.start : info.start + info.size]
+        for start, stop, target in targets:
+            target[:] = values[start:stop]
+        return nbytes
+
+    def read_together(self, targets: Iterable[tuple[TensorInfo, int, int, np.ndarray]]) -> int:
+        """Read runs of many tensors, each chunk once, and keep nothing.
+
+        Args:
+            targets: For each run its tensor, from ``info``, and what ``read_into`` takes.
+
+        Returns:
+            Number of bytes read from chunk files.
         """
         arrays: dict[int, tuple[ArrayInfo, list[tuple[int, int, np.ndarray]]]] = {}
         for info, start, stop, target in targets:

@@ -154,7 +154,7 @@ def _read(reader: CheckpointReader, name: str, kind: str, into: Tensor, mesh: Me
         if kind == "ema":
             raise RunError(f"{reader.path} has no averages of weights: {error}") from error
         raise
-    rows, shape = into.shape[0], info.grid.shape
+    rows, shape = into.shape[0], info.shape
     if shape[1:] != into.shape[1:] or shape[0] not in (rows, rows * mesh.plan.ep):
         raise RunError(
             f"{name} has shape {shape} in {reader.path}, and this rank holds {tuple(into.shape)} "
