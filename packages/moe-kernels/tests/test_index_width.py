@@ -8,9 +8,13 @@ import pytest
 import torch
 from moe_kernels.config import Config
 from moe_kernels.gemm.kernel import grouped_mm_dw_triton, grouped_mm_triton
+from moe_kernels.mxfp8 import quantize_both
+from moe_kernels.mxfp8.columns_kernel import quantize_both_triton
+from moe_kernels.mxfp8.rows_kernel import quantize_triton
 from moe_kernels.testing import randn
 
-KERNELS = sorted(Path(moe_kernels.__file__).parent.rglob("*kernel.py"))
+SOURCES = Path(moe_kernels.__file__).parent
+KERNELS = sorted([*SOURCES.rglob("*kernel.py"), *SOURCES.rglob("encode.py")])
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Config(block_n=16, block_f=16, block_d=16, num_warps=4, num_stages=1)
 
@@ -87,6 +91,21 @@ def test_rows_past_two_to_the_31st_element_are_found() -> None:
     torch.testing.assert_close(got, values_ND @ w_EFD[0].T)
     got = run(grouped_mm_dw_triton, x_ND, dy_NF, offsets_E1)
     torch.testing.assert_close(got[0], dy_NF.T @ values_ND)
+
+
+@pytest.mark.parametrize("recipe", ["mx32", "mxrow"])
+def test_rows_past_two_to_the_31st_element_are_quantized(recipe) -> None:
+    stride, values_ND = 2**30, randn(3, 32, seed=0)
+    x_ND = torch.empty(2 * stride + 32, device=DEVICE).as_strided((3, 32), (stride, 1))
+    x_ND.copy_(values_ND)
+    offsets_E1 = torch.tensor([0, 1, 3], dtype=torch.int32)
+    got = [
+        *quantize_both_triton(x_ND, recipe, "rceil", offsets_E1.to(DEVICE)),
+        *quantize_triton(x_ND, recipe, "rceil"),
+    ]
+    rows, columns = quantize_both(values_ND, recipe=recipe, offsets_E1=offsets_E1)
+    for part, want in zip(got, (*rows, *columns, *rows), strict=True):
+        assert torch.equal(part.cpu(), want.view(torch.uint8))
 
 
 def test_experts_past_two_to_the_31st_element_are_found() -> None:

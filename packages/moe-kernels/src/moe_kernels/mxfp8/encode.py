@@ -194,10 +194,11 @@ def encode_rows(x, code, HARDWARE: tl.constexpr):
 
 @triton.jit
 def store_rows(data_ptr, scale_ptr, data, codes, n, live, d_start, d_end, D):
-    """Store a tile at rows ``n`` (64 bits) where ``live``, and at columns ``d_start:d_end``."""
+    """Store a tile at rows ``n`` where ``live``, and at columns ``d_start:d_end`` of D."""
     d = d_start + tl.arange(0, data.shape[1])
     b = d_start // 32 + tl.arange(0, codes.shape[1])
+    wide = n.to(tl.int64)[:, None]
     at = live[:, None] & (d[None, :] < d_end)
-    tl.store(data_ptr + n[:, None] * D + d[None, :], data, mask=at)
+    tl.store(data_ptr + wide * D + d[None, :], data, mask=at)
     at = live[:, None] & (b[None, :] < d_end // 32)
-    tl.store(scale_ptr + n[:, None] * (D // 32) + b[None, :], codes.to(tl.uint8), mask=at)
+    tl.store(scale_ptr + wide * (D // 32) + b[None, :], codes.to(tl.uint8), mask=at)
