@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from moe_kernels import (
     MXTensor,
@@ -87,6 +87,7 @@ def test_rows_that_no_program_holds_are_read_twice(monkeypatch) -> None:
     assert (dequantize(act) - dequantize(quantize_swiglu(h_NG, recipe="mxrow"))).abs().max() < 0.1
 
 
+@settings(max_examples=12)
 @given(
     row_counts(max_rows=70, max_experts=3),
     st.sampled_from([0, 150]),
@@ -110,6 +111,7 @@ def test_groups_of_columns_and_their_rows_are_those_of_the_reference(
     assert_same(both[0], quantize_both(x_ND, **how)[0])
 
 
+@settings(max_examples=8)
 @given(st.sampled_from([(1, 32, 33), (2, 160, 32), (2, 1, 32, 96)]), recipes, rules, seeds)
 def test_columns_of_experts_are_those_of_the_reference(shape, recipe, rule, seed) -> None:
     w_EFD = hostile(*shape, seed=seed)
@@ -184,6 +186,7 @@ def test_an_activation_is_rounded_once(counts, tail, recipe, dtype, seed) -> Non
         assert (got.scale_NB[rows:] == 127).all()
 
 
+@settings(max_examples=12)
 @given(
     row_counts(max_rows=12, max_experts=3),
     st.sampled_from([0, 3]),
