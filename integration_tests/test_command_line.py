@@ -70,8 +70,10 @@ def kill_all(pid: int) -> None:
         os.kill(process, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("number", "ranks"),
+    [(signal.SIGINT, 1), (signal.SIGINT, 2), (signal.SIGTERM, 1), (signal.SIGUSR1, 2)],
+)
 def test_a_signal_saves_and_ends_the_run(tmp_path: Path, number, ranks) -> None:
     arguments = cli_run.command(tmp_path, "--nproc", str(ranks), train__steps=100_000)
     process = cli_run.start(arguments)
@@ -84,11 +86,18 @@ def test_a_signal_saves_and_ends_the_run(tmp_path: Path, number, ranks) -> None:
     assert find_latest(tmp_path / "checkpoints").step == len(cli_run.losses(tmp_path)) >= 3
 
 
+EVERYTHING = {
+    "train__ema": 0.9, "train__skip_spikes": 4.0, "train__spike_window": 6, "routing__bias": True,
+    "optimizer__schedule": "cosine", "optimizer__total_steps": 300, "optimizer__floor": 0.1,
+}  # fmt: skip
+"""State of every kind that a run can have, to be lost at a restart."""
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killing_a_run_at_any_moment_loses_no_committed_checkpoint(tmp_path: Path, ranks) -> None:
     moments = random.Random(ranks)
     committed = 0
-    settings = {"train__steps": 100_000, "train__save_every": 5}
+    settings = EVERYTHING | {"train__steps": 100_000, "train__save_every": 5}
     words = ["--nproc", str(ranks), "--mesh.ep", str(ranks)]
     for _ in range(KILLS):
         arguments = cli_run.command(tmp_path, *words, **settings)
@@ -117,8 +126,20 @@ def test_killing_a_run_at_any_moment_loses_no_committed_checkpoint(tmp_path: Pat
     assert f"found step {committed}" in out
     disturbed = cli_run.losses(tmp_path)
     assert len(disturbed) > committed
-    run(tmp_path / "undisturbed", *words, train__steps=len(disturbed))
+    steps = len(disturbed)
+    run(tmp_path / "undisturbed", *words, **EVERYTHING | {"train__steps": steps})
     assert disturbed == cli_run.losses(tmp_path / "undisturbed")
+    ours, theirs = (
+        open_checkpoint(folder / "checkpoints" / f"step-{steps:08d}")
+        for folder in (tmp_path, tmp_path / "undisturbed")
+    )
+    assert ours.names == theirs.names
+    for name in ours.names:
+        assert set(ours.kinds(name)) == set(theirs.kinds(name))
+        for kind in ours.kinds(name):
+            assert ours.read(name, kind).tobytes() == theirs.read(name, kind).tobytes()
+    for key in ("step_count", "samples_seen", "losses", "tokens"):
+        assert ours.state[key] == theirs.state[key]
 
 
 def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path) -> None:

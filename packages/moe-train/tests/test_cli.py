@@ -47,10 +47,10 @@ def test_version_is_that_of_the_package(capsys) -> None:
         (["report", "a", "b"], ["unexpected 'b'", "usage: moe-train report RUN"]),
         (["report", "/nowhere/at/all"], ["/nowhere/at/all"]),
         (["run", "here"], ["unexpected 'here'", "usage: moe-train run"]),
-        (["run", "--optimizer.rl", "1"], ["--optimizer.rl", "nearest: --optimizer.lr"]),
+        (["run", "--optimizer.lrr", "1"], ["--optimizer.lrr", "nearest: --optimizer.lr"]),
         (["doctor", "--jso"], ["unknown option --jso", "nearest: --json"]),
         (["completion", "cmd"], ["'bash'", "got 'cmd'"]),
-        (["config", "explain", "optimizer.rl"], ["optimizer.rl", "optimizer.lr"]),
+        (["config", "explain", "optimizer.lrr"], ["optimizer.lrr", "optimizer.lr"]),
     ],
 )
 def test_a_slip_is_one_line_with_the_nearest(capsys, argv, parts) -> None:

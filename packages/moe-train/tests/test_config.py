@@ -10,7 +10,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from moe_train import config
 from moe_train.cli import command
-from moe_train.config import LogConfig, MeshConfig, ModelConfig, RunConfig, TrainConfig
+from moe_train.config import (
+    LogConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    TrainConfig,
+)
 from moe_train.errors import RunError
 
 SECTIONS = [c for c in vars(config).values() if dataclasses.is_dataclass(c)]
@@ -53,8 +60,9 @@ def test_every_setting_is_read_by_the_program(
         "model.dim": 16, "model.num-layers": 1, "model.num-heads": 2, "model.num-kv-heads": 1,
         "model.num-experts": 4, "model.expert-dim": 8, "model.shared-dim": 8, "train.steps": 2,
         "train.sample-bytes": 2, "data.sequence-length": 16, "train.device": "cpu",
-        "routing.bias": True, "log.wandb": True, "run-dir": tmp_path / "a",
-        "data.path": text_folder,
+        "routing.bias": True, "optimizer.schedule": "cosine", "optimizer.warmup-steps": 1,
+        "train.skip-spikes": 9.0, "mesh.dispatcher": "rowwise", "mesh.overflow": "retry",
+        "log.wandb": True, "run-dir": tmp_path / "a", "data.path": text_folder,
     }  # fmt: skip
     words = ["run", *(w for name, v in settings.items() for w in (f"--{name}", str(v)))]
     assert command(words) == 0
@@ -105,6 +113,11 @@ def test_every_setting_is_documented() -> None:
         (LogConfig, {"window": 5}, "window must be even and at least 4, got 5"),
         (LogConfig, {"gerrymander": 0}, "gerrymander must be positive, got 0"),
         (LogConfig, {"wandb_project": ""}, "wandb_project must not be empty"),
+        (OptimizerConfig, {"floor": 2.0}, r"floor must be in \[0, 1\], got 2.0"),
+        (OptimizerConfig, {"total_steps": 9}, "total_steps=9 belongs to a schedule that decays"),
+        (OptimizerConfig, {"expert_lr": -1}, "expert_lr must be 0 or more, got -1"),
+        (TrainConfig, {"ema": 1.0}, r"ema must be in \[0, 1\), got 1.0"),
+        (TrainConfig, {"eval_ema": True}, "ema 0 keeps none"),
         (TrainConfig, {"steps": 0}, "steps must be positive, got 0"),
         (TrainConfig, {"save_every": -1}, "save_every must be 0 or more, got -1"),
     ],

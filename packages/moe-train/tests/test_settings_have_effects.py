@@ -7,7 +7,7 @@ import torch
 from moe_train.config import OptimizerConfig, RoutingConfig
 from moe_train.config.kinds import harmless
 from moe_train.model import Block
-from moe_train.trainer import param_specs
+from moe_train.parameters import param_specs
 
 EFFECTS = [
     ("model", "top_k", 1),
@@ -28,7 +28,15 @@ EFFECTS = [
     ("routing", "bias", False),
     ("routing", "bias_rate", 0.03),
     ("optimizer", "lr", 0.01),
+    ("optimizer", "schedule", "cosine"),
     ("optimizer", "warmup_steps", 1),
+    ("optimizer", "total_steps", 9),
+    ("optimizer", "decay_steps", 1),
+    ("optimizer", "floor", 0.5),
+    ("optimizer", "rule", "muon"),
+    ("optimizer", "expert_lr", 0.5),
+    ("optimizer", "router_lr", 0.5),
+    ("optimizer", "embedding_lr", 0.5),
     ("optimizer", "beta1", 0.5),
     ("optimizer", "beta2", 0.5),
     ("optimizer", "eps", 0.001),
@@ -59,6 +67,10 @@ def config(tiny_config):
         routing=RoutingConfig(
             num_groups=2, top_groups=1, balance=0.1, z=0.01, bias=True, bias_rate=0.3
         ),
+        train=replace(tiny_config.train, ema=0.5),
+        optimizer=OptimizerConfig(
+            warmup_steps=2, schedule="wsd", total_steps=5, decay_steps=3, floor=0.1
+        ),
     )
 
 
@@ -78,15 +90,25 @@ HARMLESS = [
     ("train", "microbatch_size", 2),
     ("train", "recompute", True),
     ("train", "threads", 2),
+    ("train", "async_save", False),
+    ("train", "deterministic", True),
+    ("train", "ema", 0.9),
+    ("train", "eval_ema", True),
+    ("train", "eval_first", True),
     ("train", "eval_every", 1),
     ("train", "eval_sequences", 3),
     ("train", "save_every", 1),
+    ("train", "save_first", 1),
     ("train", "keep", 1),
     ("train", "log_every", 3),
     ("train", "sample_bytes", 0),
 ]
 OF_PLACE = {"run_dir", "nproc", "train.device", "data.allow_changed"}
-OF_RANKS = {"mesh.ep", "mesh.pp", "mesh.nvlink_domain"}  # integration_tests/test_layouts.py
+# test_overlap.py, test_overflow.py and integration_tests/test_layouts.py
+OF_RANKS = {
+    "mesh.ep", "mesh.pp", "mesh.nvlink_domain", "mesh.overlap", "mesh.dispatcher", "mesh.overflow",
+    "mesh.capacity_factor",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("section", "name", "value"), HARMLESS)
@@ -117,6 +139,15 @@ def test_matrices_decay_but_for_routers(tiny_config, trainer_of) -> None:
     kept = {s.name.rpartition(".")[2] for s in specs if not s.weight_decay}
     assert kept == {"norm", "attention_norm", "moe_norm", "q_norm", "k_norm", "router"}
     assert {s.parameter.ndim for s in specs if s.weight_decay} == {2, 3}
+
+
+def test_muon_takes_the_matrices_inside_of_blocks_alone(tiny_config, trainer_of) -> None:
+    specs = param_specs(trainer_of(tiny_config).model, OptimizerConfig(rule="muon"))
+    outside = {s.name.rpartition(".")[2] for s in specs if s.rule == "adamw"}
+    assert outside == {
+        "embedding", "head", "router", "norm", "attention_norm", "moe_norm", "q_norm", "k_norm",
+    }  # fmt: skip
+    assert {"gate_up", "down"} <= {s.name.rpartition(".")[2] for s in specs if s.rule == "muon"}
 
 
 @pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("selective", 1), ("block", 2)])

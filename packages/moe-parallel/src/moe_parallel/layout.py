@@ -34,6 +34,8 @@ class ParamSpec:
         shared_by: Ranks of the pipeline that each hold a copy, under this name: a tied embedding
             at both ends. Their gradients are summed. None: this rank's stage alone. (Two stages
             of one rank share a tensor, which is named once.)
+        lr_scale: Its learning rate, as a multiple of the one that ``step`` is given. Its weight
+            decay, which is per unit of learning rate, scales too.
     """
 
     name: str
@@ -42,6 +44,7 @@ class ParamSpec:
     weight_decay: bool | float
     rule: Rule = "adamw"
     shared_by: tuple[int, ...] | None = None
+    lr_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ class BucketLayout:
         matrix: For Muon, the shape of every matrix in it. A slice ends between two of them, so
             that each is whole on one rank. None for AdamW, to which all elements are alike.
         shared_by: Ranks of the pipeline that share it; None if one does.
+        lr_scale: Learning rate of its parameters, as a multiple of the step's.
     """
 
     is_expert: bool
@@ -99,6 +103,7 @@ class BucketLayout:
     segments: tuple[Segment, ...]
     matrix: tuple[int, int] | None = None
     shared_by: tuple[int, ...] | None = None
+    lr_scale: float = 1.0
 
     @property
     def granule(self) -> int:
@@ -190,6 +195,8 @@ def _check_treatment(spec: ParamSpec, mesh: Mesh) -> None:
         raise ValueError(
             f"{spec.name} has weight_decay={spec.weight_decay}; it must be finite, 0 or more"
         )
+    if not (math.isfinite(spec.lr_scale) and spec.lr_scale >= 0):
+        raise ValueError(f"{spec.name} has lr_scale={spec.lr_scale}; it must be finite, 0 or more")
     shared_by, pp = spec.shared_by, mesh.plan.pp
     if shared_by is not None and (
         spec.is_expert
@@ -206,7 +213,7 @@ def _check_treatment(spec: ParamSpec, mesh: Mesh) -> None:
 def plan_buckets(
     specs: Sequence[ParamSpec], mesh: Mesh, num_experts: int, bucket_elements: int
 ) -> Iterator[tuple[BucketLayout, list[Parameter]]]:
-    """Fill buckets in the order of ``specs``, one kind, dtype and trainability to a bucket.
+    """Fill buckets in the order of ``specs``: one kind, dtype, trainability and rate to a bucket.
 
     A bucket is closed when the next parameter would take it past ``bucket_elements``. A
     parameter is never divided between buckets, so a larger one gets a bucket of its own.
@@ -238,6 +245,7 @@ class _BucketKey(NamedTuple):
     trainable: bool
     matrix: tuple[int, int] | None
     shared_by: tuple[int, ...] | None
+    lr_scale: float
 
     @classmethod
     def of(cls, spec: ParamSpec) -> "_BucketKey":
@@ -245,7 +253,14 @@ class _BucketKey(NamedTuple):
         matrix = None
         if spec.rule == "muon" and parameter.requires_grad:
             matrix = parameter.shape[-2], parameter.shape[-1]
-        return cls(spec.is_expert, parameter.dtype, parameter.requires_grad, matrix, spec.shared_by)
+        return cls(
+            spec.is_expert,
+            parameter.dtype,
+            parameter.requires_grad,
+            matrix,
+            spec.shared_by,
+            spec.lr_scale,
+        )
 
     def layout(self, segments: list[Segment]) -> BucketLayout:
         return BucketLayout(
@@ -255,6 +270,7 @@ class _BucketKey(NamedTuple):
             tuple(segments),
             self.matrix,
             self.shared_by,
+            self.lr_scale,
         )
 
 

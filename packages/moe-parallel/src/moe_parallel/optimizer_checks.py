@@ -45,7 +45,7 @@ def digest_of(layouts: Sequence[BucketLayout]) -> str:
     # Where a rank's experts begin is the one thing that differs by right.
     plain = [
         (
-            (b.is_expert, b.dtype, b.trainable, b.matrix, b.shared_by),
+            (b.is_expert, b.dtype, b.trainable, b.matrix, b.shared_by, b.lr_scale),
             [(s.name, s.shape, s.weight_decay) for s in b.segments],
         )
         for b in layouts

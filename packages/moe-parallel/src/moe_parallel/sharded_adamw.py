@@ -255,9 +255,10 @@ class ShardedAdamW:
         self._step += 1
         scalars_4 = step_scalars(stats.clip_coef, stats.skipped, self._step, self.config)
         for bucket in self._trained:
+            rate = lr * bucket.layout.lr_scale
             if bucket.layout.matrix is not None:
                 update_muon(
-                    bucket, coef=stats.clip_coef, skipped=stats.skipped, lr=lr, config=self.muon
+                    bucket, coef=stats.clip_coef, skipped=stats.skipped, lr=rate, config=self.muon
                 )
                 continue
             update_adamw(
@@ -266,7 +267,7 @@ class ShardedAdamW:
                 found_inf=found_inf,
                 step=self._step,
                 scalars_4=scalars_4,
-                lr=lr,
+                lr=rate,
                 config=self.config,
             )
         self._step -= found_inf
@@ -325,6 +326,14 @@ class ShardedAdamW:
         return [shard for bucket in self._buckets for shard in bucket.shards()]
 
     @torch.no_grad()
+    def share(self) -> None:
+        """Give parameters the values of their masters, after something was written into these.
+
+        A collective call. Call ``synchronize`` before writing: others may still be reading.
+        """
+        self._gather(self._buckets)
+
+    @torch.no_grad()
     def loaded(self, step_count: int) -> None:
         """Take over state that was written into ``shards()``.
 
@@ -337,7 +346,7 @@ class ShardedAdamW:
         if step_count < 0:
             raise ValueError(f"step_count must be 0 or more, got {step_count}")
         self._step.fill_(step_count)
-        self._gather(self._buckets)
+        self.share()
         self.zero_grad()
 
     def _sink(self, bucket: Bucket, index: int) -> Callable[[WeightGradient], None]:

@@ -24,6 +24,11 @@ class Evaluation(NamedTuple):
     tokens: int
 
 
+def share_at_once(dp: int) -> int:
+    """Return the sequences of one of ``dp`` ranks in one forward pass."""
+    return max(1, AT_ONCE // dp)
+
+
 @torch.no_grad()
 def evaluate(holder: ModelHolder, held_out: SequenceSource, number: int) -> Evaluation:
     """Return the mean cross-entropy of up to ``number`` sequences, spread evenly over all.
@@ -33,7 +38,7 @@ def evaluate(holder: ModelHolder, held_out: SequenceSource, number: int) -> Eval
     """
     mesh, dp = holder.mesh, holder.mesh.plan.dp
     numbers = held_out.spread(number)
-    at_once = dp * max(1, AT_ONCE // dp)
+    at_once = dp * share_at_once(dp)
     total = torch.zeros(2, dtype=torch.float64, device=holder.device)
     for start in range(0, len(numbers), at_once):
         mine = rank_share(numbers[start : start + at_once], mesh.dp_rank, dp)

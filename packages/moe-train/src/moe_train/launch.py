@@ -5,8 +5,8 @@ The workers find the environment that torchrun gives, so the same worker runs un
 
 What the parent promises:
 
-* A first SIGINT, SIGTERM or SIGHUP reaches every worker once, as SIGTERM; a worker saves at the
-  next step boundary and leaves. A second one kills.
+* A first SIGINT, SIGTERM, SIGHUP or SIGUSR1 reaches every worker once, as SIGTERM; a worker saves
+  at the next step boundary and leaves. A second one kills.
 * When a worker fails, the others are asked to leave, and killed if they do not.
 * When the parent itself is killed, the kernel sends the workers SIGTERM.
 """
@@ -36,7 +36,7 @@ ONE_REQUEST = 1.0
 """Seconds within which further signals belong to the first: who starts a run with another program,
 such as ``uv run``, gets a signal to the whole group twice, once through that program."""
 _EXPLAINED = (2,)  # a refusal, of which the worker itself has said why
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def launch(

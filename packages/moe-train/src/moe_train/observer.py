@@ -82,12 +82,12 @@ class Observer:
     def after_step(self, result: StepResult) -> None:
         """Count a step. Does not wait for the device."""
         self.profiler.after(self.trainer.steps_done)
-        self._rows_LE += result.count_LE
+        self._rows_LE += result.count_LE * ~result.overflowed
 
-    def saved(self) -> None:
-        """Say that this step was saved."""
-        self._saved = self.trainer.steps_done, time.monotonic()
-        self.write({"kind": "save", "step": self.trainer.steps_done})
+    def saved(self, step: int) -> None:
+        """Say that the checkpoint of a step is safe."""
+        self._saved = step, time.monotonic()
+        self.write({"kind": "save", "step": step})
 
     def details(self, result: StepResult) -> dict[str, Any]:
         """Return what a training record says besides losses. Waits for the device."""

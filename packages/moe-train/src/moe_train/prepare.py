@@ -8,7 +8,8 @@ from moe_parallel import MeshPlan, plan_mesh
 from moe_train.config import RunConfig
 from moe_train.data.training import TrainingData, open_data
 from moe_train.folder import RunFolder
-from moe_train.resume import check_continuation, find_state
+from moe_train.resume import check_continuation, find_state, first_target
+from moe_train.schedule import check_schedule, planned_total
 from moe_train.sinks import check_sinks
 
 
@@ -36,7 +37,7 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
         MeshError: If the ranks cannot be divided as asked.
         CorpusError: If there is no text, or the model has not its vocabulary.
         RunError: If the batch cannot be divided, the folder not be used, the run not continued, or
-            the package of a sink is missing.
+            the schedule does not fit, or the package of a sink is missing.
     """
     mesh = config.mesh
     plan = plan_mesh(
@@ -54,4 +55,6 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
     state = find_state(folder)
     if state is not None:
         check_continuation(state, config, data.digest)
+    first = config.train.steps if state is None else first_target(state)
+    check_schedule(config.optimizer, planned_total(config.optimizer, first))
     return Prepared(plan, data, folder, state)

@@ -18,11 +18,13 @@ from moe_train.config import RunConfig
 from moe_train.console import Console
 from moe_train.corpus import reference_losses
 from moe_train.counts import Counts
+from moe_train.determinism import determinism
 from moe_train.environment import environment
 from moe_train.errors import RunError
 from moe_train.load_config import to_toml
 from moe_train.metrics import MetricsLog
 from moe_train.observer import Observer
+from moe_train.parameters import param_specs
 from moe_train.prepare import Prepared, prepare
 from moe_train.profiling import marked
 from moe_train.ranks import RankInfo, join, pick_device
@@ -30,8 +32,11 @@ from moe_train.report import write_report
 from moe_train.resume import check_continuation, find_state, target_step
 from moe_train.sample import generate
 from moe_train.stop import StopRequest
-from moe_train.trainer import StepResult, Trainer, param_specs
+from moe_train.trainer import StepResult, Trainer
+from moe_train.votes import Votes
 
+KEPT = 4
+"""Steps to remember; more are never repeated at once."""
 MAX_SKIPPED = 20
 """Steps in a row with a gradient that is not finite, after which a run gives up."""
 
@@ -40,7 +45,8 @@ def run(config: RunConfig, info: RankInfo) -> None:
     """Train for ``config.train.steps`` steps more, from wherever the run in ``run_dir`` is."""
     prepared = prepare(config, info.world_size)
     device = pick_device(config, info)
-    with prepared.folder.locked() if info.rank == 0 else nullcontext():
+    folder = prepared.folder.locked() if info.rank == 0 else nullcontext()
+    with folder, determinism(config.train.deterministic):
         if info.rank == 0 and find_state(prepared.folder) != prepared.state:
             raise RunError(f"another process has just saved in {config.run_dir}; start again")
         join(info, device)
@@ -75,12 +81,12 @@ class Job:
         self.passed_over: list[str] = []
         self.changes: list[str] = []
         # Counted on the device and read when a record is written, so that no step waits.
-        self.counts = Counts(*torch.zeros(3, dtype=torch.int64, device=trainer.device))
+        self.counts = Counts(*torch.zeros(5, dtype=torch.int64, device=trainer.device))
 
     def go(self) -> None:
         """Train to the end, or until somebody asks to stop; then leave everything on disk."""
         self.target = self._continue()
-        first = self.trainer.steps_done
+        first, self.logged = self.trainer.steps_done, self.tokens
         self.observer = Observer(self.config, self.folder, self.trainer, self.target)
         log = MetricsLog(self.folder.metrics) if self.leads else nullcontext()
         with (
@@ -89,6 +95,8 @@ class Job:
             log as self.log,
             closing(self.observer),
             marked(self.config.log),
+            self.checkpoints,
+            self.trainer.exchange,
         ):
             self._introduce()
             self.observer.open(self.log, self.console)
@@ -115,35 +123,51 @@ class Job:
 
     def _train(self, stop: StopRequest) -> bool:
         """Take steps to the target. Returns whether somebody stopped it before."""
-        c, trainer = self.config.train, self.trainer
-        since, tokens = time.monotonic(), 0
+        c, trainer, votes = self.config.train, self.trainer, Votes(self.trainer.mesh)
+        first = trainer.steps_done
+        if c.eval_first and first == 0:
+            self._evaluate()
+        since, stopping = time.monotonic(), False
+        before = {first: self.tokens}  # of the last steps, as some may have to be repeated
         while trainer.steps_done < self.target:
-            rate = trainer.learning_rate(trainer.steps_done)
             self.observer.before_step()
             result = trainer.step()
             self.observer.after_step(result)
-            self.tokens += trainer.step_tokens
-            tokens += trainer.step_tokens
-            self.counts = self.counts.after(result)
             step = trainer.steps_done
-            stopped = stop.agreed(trainer.mesh, trainer.device)
-            ends = stopped or step == self.target
-            if step % c.log_every == 0 or ends or _due(step, c.save_every):
-                self._log(result, rate, time.monotonic() - since, tokens)
-                since, tokens = time.monotonic(), 0
+            self.tokens = before[step - 1] + trainer.step_tokens
+            before[step] = self.tokens
+            before.pop(step - KEPT, None)
+            self.counts = self.counts.after(result)
+            stopped, failed = votes.cast([stop.signal is not None, self.checkpoints.poll()])
+            if failed:
+                self.checkpoints.settle()
+                raise RunError("a checkpoint could not be saved on another rank")
+            self._record_saves()
+            stopping = stopping or stopped
+            ends = stopping or step == self.target
+            saves = ends or _due(step, c.save_every) or step - first == c.save_first
+            logs = saves or step % c.log_every == 0
+            validates = not ends and _due(step, c.eval_every)
+            if (logs or validates) and not trainer.settle():
+                continue  # it went back to a step that has to be repeated
+            if logs:
+                self._log(result, time.monotonic() - since)
+                since = time.monotonic()
             paused = time.monotonic()
-            if not ends and _due(step, c.eval_every):
+            if validates:
                 self._evaluate()
-            if ends or _due(step, c.save_every):
+            if saves:
                 self._save()
             since += time.monotonic() - paused
-            if stopped and step < self.target:
-                return True
-        return False
+            if ends:
+                break
+        votes.settle()
+        return trainer.steps_done < self.target
 
-    def _log(self, result: StepResult, rate: float, seconds: float, tokens: int) -> None:
+    def _log(self, result: StepResult, seconds: float) -> None:
         """Record a step, and what happened since the record before. Waits for the device."""
-        in_a_row, skipped, unrouted = (int(count) for count in self.counts)
+        trainer = self.trainer
+        in_a_row, skipped, spikes, repeated, unrouted = torch.stack(self.counts).tolist()
         if in_a_row >= MAX_SKIPPED:
             raise RunError(
                 f"the gradient was not finite in {in_a_row} steps in a row, up to step "
@@ -152,17 +176,22 @@ class Job:
             )
         self.counts = Counts(self.counts.in_a_row, *torch.zeros_like(torch.stack(self.counts[1:])))
         self.seconds += seconds
+        for note in trainer.exchange.take_notes():
+            self.console.say(f"step {trainer.steps_done}: {note}")
+        tokens, self.logged = self.tokens - self.logged, self.tokens
         load_LE = result.load_LE
         self.observer.write(
             {
                 "kind": "train",
-                "step": self.trainer.steps_done,
+                "step": trainer.steps_done,
                 "loss": float(result.loss),
                 "balance_loss": float(result.balance_loss),
                 "z_loss": float(result.z_loss),
                 "grad_norm": float(result.grad_norm),
-                "lr": rate,
+                "lr": trainer.learning_rate(trainer.steps_done - 1),
                 "skipped": skipped,
+                "spikes": spikes,
+                "repeated": repeated,
                 "tokens": self.tokens,
                 "seconds": self.seconds,
                 "tokens_per_second": tokens / max(seconds, 1e-9),
@@ -174,22 +203,35 @@ class Job:
         )
 
     def _evaluate(self) -> float:
-        data, step = self.prepared.data, self.trainer.steps_done
-        sets = {name: self.trainer.evaluate(source) for name, source in data.held_out.items()}
-        losses = {name: loss for name, (loss, _) in sets.items()}
-        loss, tokens = data.mean(losses), sum(tokens for _, tokens in sets.values())
+        data, trainer, step = self.prepared.data, self.trainer, self.trainer.steps_done
+        loss, tokens, losses = self._validate()
         record: dict[str, Any] = {"kind": "eval", "step": step, "loss": loss, "tokens": tokens}
         record["nats_per_byte"] = loss / data.bytes_per_token
+        each = ", ".join(f"{name} {one:.4f}" for name, one in losses.items())
+        said = data.describe(loss) + (f" ({each})" if len(losses) > 1 else "")
+        if self.config.train.eval_ema and trainer.averages is not None:
+            with trainer.averages.in_use():
+                record["ema_loss"], _, _ = self._validate()
+            said += f"; with averaged weights {data.describe(record['ema_loss'])}"
         self.observer.write(record | ({"losses": losses} if len(losses) > 1 else {}))
         if self.leads:
-            each = ", ".join(f"{name} {one:.4f}" for name, one in losses.items())
-            among = f" ({each})" if len(losses) > 1 else ""
-            self.console.say(f"step {step}: validation loss {data.describe(loss)}{among}")
+            self.console.say(f"step {step}: validation loss {said}")
         return loss
+
+    def _validate(self) -> tuple[float, int, dict[str, float]]:
+        """Return the mean loss over all held-out sets, its tokens, and the loss of each set."""
+        data = self.prepared.data
+        sets = {name: self.trainer.evaluate(source) for name, source in data.held_out.items()}
+        losses = {name: loss for name, (loss, _) in sets.items()}
+        return data.mean(losses), sum(tokens for _, tokens in sets.values()), losses
 
     def _save(self) -> None:
         self.checkpoints.save(target=self.target, seconds=self.seconds, tokens=self.tokens)
-        self.observer.saved()
+        self._record_saves()
+
+    def _record_saves(self) -> None:
+        for step in self.checkpoints.take_committed():
+            self.observer.saved(step)
 
     def _introduce(self) -> None:
         """Say what was found and write down what is known at the start."""
@@ -226,6 +268,7 @@ class Job:
         """Validate, write a sample and the report. A stopped run is left as it is, reported."""
         step, say = self.trainer.steps_done, self.console.say
         if stopped:
+            self._settle()
             if self.leads:
                 name = stop.signal.name if stop.signal else "a signal to another rank"
                 report = write_report(self.folder.root)
@@ -234,8 +277,11 @@ class Job:
             return
         loss = self._evaluate()
         length = self.config.train.sample_bytes
-        data = self.prepared.data
-        sample = generate(self.trainer, length, data.tokenizer) if length else ""
+        data, trainer = self.prepared.data, self.trainer
+        sample = (
+            trainer.repeated(lambda: generate(trainer, length, data.tokenizer)) if length else ""
+        )
+        self._settle()
         if not self.leads:
             return
         self.folder.write_text("sample.txt", sample)
@@ -250,6 +296,11 @@ class Job:
         say(f"validation loss {data.describe(loss)} after {step} steps")
         say(f"checkpoints: {self.folder.checkpoints}")
         say(f"report: {report}")
+
+    def _settle(self) -> None:
+        """Wait until the last checkpoint is safe."""
+        self.checkpoints.settle()
+        self._record_saves()
 
 
 def _due(step: int, every: int) -> bool:

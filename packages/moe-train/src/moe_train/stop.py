@@ -6,13 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-import torch
-import torch.distributed as dist
-from moe_parallel import Mesh
-
 from moe_train.launch import ONE_REQUEST
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopRequest:
@@ -24,9 +20,10 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator["StopRequest"]:
-        """Take SIGINT, SIGTERM and SIGHUP as requests while the block runs.
+        """Take SIGINT, SIGTERM, SIGHUP and SIGUSR1 as requests while the block runs.
 
-        What the caller ignores stays ignored: SIGHUP under nohup.
+        What the caller ignores stays ignored: SIGHUP under nohup. SIGUSR1 is what schedulers send
+        some time before they end a job.
         """
         asked = [s for s in _SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
         before = {s: signal.signal(s, self._ask) for s in asked}
@@ -35,18 +32,6 @@ class StopRequest:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-    def agreed(self, mesh: Mesh, device: torch.device) -> bool:
-        """Return on every rank whether any rank was asked.
-
-        A collective call; with several ranks it waits for the device.
-        """
-        asked = self.signal is not None
-        if mesh.world_group is None:
-            return asked
-        flag = torch.tensor(float(asked), device=device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.world_group)
-        return bool(flag)
 
     def _ask(self, number: int, _: FrameType | None) -> None:
         if self.signal is None:

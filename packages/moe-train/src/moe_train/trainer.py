@@ -6,25 +6,33 @@ averaged twice and no number of ranks appears in a loss.
 """
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from moe_dispatch import make_dispatcher
 from moe_kernels import update_bias
-from moe_parallel import AdamWConfig, Mesh, ParamSpec, Shard, ShardedAdamW
+from moe_parallel import AdamWConfig, Mesh, Shard, ShardedAdamW
 from torch import Tensor
 
 from moe_train.clock import StepClock
 from moe_train.config import RunConfig
-from moe_train.data import SequenceSource, rank_share
+from moe_train.data import IGNORED, Batch, SequenceSource
 from moe_train.data.prefetch import Prefetcher, Request
+from moe_train.ema import Averages
+from moe_train.evaluation import Evaluation, evaluate
+from moe_train.exchange import Exchange
 from moe_train.experts import MoE
 from moe_train.model import Sums, Transformer
+from moe_train.parameters import param_specs
+from moe_train.schedule import learning_rate, planned_total
+from moe_train.spikes import Spikes
 from moe_train.tape import Tape
 
-_EXPERT_MATRICES = (".moe.gate_up", ".moe.down")
+T = TypeVar("T")
+MIN_BUCKET, MAX_BUCKET = 1 << 20, 1 << 25
+"""Elements of a buffer whose gradients are reduced at once: as many as a block has, if between."""
 
 
 class StepResult(NamedTuple):
@@ -42,7 +50,11 @@ class StepResult(NamedTuple):
         dropped_LK1: int64, tokens of which 0 to K routes were dropped.
         num_bad: Tokens that could not be routed since their scores were not finite.
         grad_norm: Global norm of the gradient before clipping.
-        skipped: Whether the update was skipped because a gradient was not finite.
+        skipped: Whether the update was skipped because a gradient was not finite, or the loss a
+            spike.
+        spiked: Whether the loss was a spike, see ``spikes.py``.
+        overflowed: Whether a buffer was too small, so that the step does not stand and will be
+            repeated; nothing else of this then means anything. See ``exchange.py``.
     """
 
     loss: Tensor
@@ -57,6 +69,8 @@ class StepResult(NamedTuple):
     num_bad: Tensor
     grad_norm: Tensor
     skipped: Tensor
+    spiked: Tensor
+    overflowed: Tensor
 
 
 class Trainer:
@@ -73,6 +87,8 @@ class Trainer:
         steps_done: Optimizer steps made, skipped ones included.
         samples_seen: Sequences that all ranks together were given.
         step_tokens: Tokens of the last step, padding excluded, of all ranks.
+        first_target: Step at which the first start of the run was to end.
+        averages: Of the weights, if ``config.train.ema`` asks for them.
     """
 
     def __init__(
@@ -89,11 +105,13 @@ class Trainer:
         self.held_out: SequenceSource = held_out
         self.prefetcher = Prefetcher(device, config.data.prefetch)
         self.steps_done = self.samples_seen = self.step_tokens = 0
+        self.first_target = config.train.steps
         dtype = getattr(torch, config.train.dtype)
+        self.exchange = Exchange(config, mesh, device)
         self.model = Transformer(
             config.model,
             config.routing,
-            make_dispatcher(config.model.num_experts, mesh.ep_group),
+            self.exchange.dispatcher,
             seed=config.train.seed,
             dtype=dtype,
             recompute=config.train.recompute,
@@ -109,47 +127,71 @@ class Trainer:
             moe.load_E = load_E  # a view: what is written here, the layer reads
         self.tape = Tape(config, self.moes)
         self.clock = StepClock(device)
-        c = config.optimizer
-        self.optimizer = ShardedAdamW(
-            param_specs(self.model),
-            mesh,
+        self.optimizer = self._make_optimizer()
+        ema, spikes = config.train.ema, config.train.skip_spikes
+        self.averages = Averages(self.optimizer, ema) if ema else None
+        self.spikes = Spikes(spikes, config.train.spike_window, device) if spikes else None
+
+    def _make_optimizer(self) -> ShardedAdamW:
+        c, blocks = self.config.optimizer, list(self.model.layers.values())
+        block = max(sum(p.numel() for p in b.parameters()) for b in blocks)
+        optimizer = ShardedAdamW(
+            param_specs(self.model, c),
+            self.mesh,
             AdamWConfig(
                 lr=c.lr, betas=(c.beta1, c.beta2), eps=c.eps, weight_decay=c.weight_decay,
                 max_norm=c.max_norm or math.inf,
             ),
-            num_experts=config.model.num_experts,
+            num_experts=self.config.model.num_experts,
+            bucket_elements=min(max(block, MIN_BUCKET), MAX_BUCKET),
         )  # fmt: skip
+        if self.config.mesh.overlap and self.mesh.world_group is not None:
+            optimizer.overlap(blocks)
+        return optimizer
 
     def learning_rate(self, step: int) -> float:
-        """Return the rate of a step: linear warm-up, then constant. Steps count from 0."""
+        """Return the rate of a step, counted from 0, see ``schedule.py``."""
         c = self.config.optimizer
-        return c.lr * min(1.0, (step + 1) / c.warmup_steps) if c.warmup_steps else c.lr
+        return learning_rate(c, step, planned_total(c, self.first_target))
 
     def step(self) -> StepResult:
-        """Make one update. A collective call."""
+        """Make one update. A collective call, in which the host waits for nothing.
+
+        If a buffer turns out to have been too small for the step before the last, or an earlier
+        one, it is this step that is made. Call ``settle`` before a result is relied on.
+        """
+        self.settle(unknown=1)
         self.clock.start()
         request = self._request()
         batch = self.prefetcher.get(request)
         micros = batch.split(self.config.train.microbatch_size)
-        tokens = self._all_reduce(torch.tensor(float(batch.num_tokens), dtype=torch.float64))
-        scale, routing = tokens.reciprocal(), self.config.routing
+        scale, routing = self._all_reduce(_count_tokens(batch)).reciprocal(), self.config.routing
         total = self.bias_LE.new_zeros(())
         self.clock.mark("data")
         place = self.mesh.dp_rank * (self.config.train.batch_size // self.mesh.plan.dp)
-        for micro in micros:
+        for i, micro in enumerate(micros):
             self.tape.before(self.steps_done, place, len(micro.inputs_BS), self.device)
             sums = self.model.sums(micro, self.bias_LE)
             loss = sums.cross_entropy + routing.balance * sums.balance + routing.z * sums.z
             self.clock.mark("forward")
-            (loss * scale).backward()
+            last = i == len(micros) - 1
+            with self.optimizer.overlapped() if last else nullcontext():
+                (loss * scale).backward()
             self.optimizer.accumulate()
             self.clock.mark("backward")
             total = total + _pack(sums)
             self.tape.after(self.steps_done, place, len(micro.inputs_BS))
             place += len(micro.inputs_BS)
-        stats = self.optimizer.step(self.learning_rate(self.steps_done))
+        summed = self._all_reduce(torch.cat([total, self.exchange.overflow().view(1)]))
+        result, overflowed = self._unpack(summed[:-1], scale), summed[-1] > 0
+        spiked = torch.zeros_like(overflowed)
+        if self.spikes is not None:
+            spiked = self.spikes.judge(result.loss, counts=~overflowed) & ~overflowed
+        self.exchange.note(self.steps_done, self.samples_seen, summed[-1])
+        stats = self.optimizer.step(self.learning_rate(self.steps_done), veto=spiked | overflowed)
+        if self.averages is not None:
+            self.averages.update(stats.skipped)
         self.clock.mark("optimizer")
-        result = self._unpack(self._all_reduce(total), scale)
         if routing.bias and routing.bias_rate:
             self._update_bias(result.count_LE, stats.skipped)
         self._update_load(result.count_LE, stats.skipped)
@@ -157,34 +199,53 @@ class Trainer:
         self.steps_done += 1
         self.step_tokens = request.num_tokens()
         self.samples_seen += self.config.train.batch_size
-        return result._replace(grad_norm=stats.grad_norm, skipped=stats.skipped)
+        return result._replace(
+            grad_norm=stats.grad_norm, skipped=stats.skipped, spiked=spiked, overflowed=overflowed
+        )
 
-    @torch.no_grad()
-    def evaluate(self, held_out: SequenceSource | None = None) -> tuple[float, int]:
+    def settle(self, unknown: int = 0) -> bool:
+        """Find out whether the steps so far stand, and go back to the first that does not.
+
+        A collective call; waits for the device unless steps may stay unknown.
+
+        Args:
+            unknown: How many of the last steps may stay so.
+
+        Returns:
+            False if steps have to be repeated: ``steps_done`` and ``samples_seen`` are then those
+            before them, and the buffer is larger.
+        """
+        failed = self.exchange.first_failed(unknown)
+        if failed is None:
+            return True
+        self.steps_done, self.samples_seen = failed
+        self.exchange.grow(self.model)
+        return False
+
+    def repeated(self, forward: Callable[[], T]) -> T:
+        """Return what ``forward`` returns once no buffer is too small for it. Collective; waits."""
+        result = forward()
+        while self.exchange.can_overflow and bool(self._all_reduce(self.exchange.overflow())):
+            self.exchange.grow(self.model)
+            result = forward()
+        return result
+
+    def evaluate(self, held_out: SequenceSource | None = None) -> Evaluation:
         """Return the mean cross-entropy of held-out sequences, and the tokens of the mean.
 
-        Every rank makes the same number of forward passes, as experts of one may be needed by
-        another. A collective call; changes nothing that training depends on.
+        A collective call; changes nothing that training depends on.
 
         Args:
             held_out: The sequences; those that the trainer was made with if left away.
         """
-        dp = self.mesh.plan.dp
-        held_out = held_out or self.held_out
-        numbers = held_out.spread(self.config.train.eval_sequences)
-        at_once = dp * max(1, 16 // dp)
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for start in range(0, len(numbers), at_once):
-            mine = rank_share(numbers[start : start + at_once], self.mesh.dp_rank, dp)
-            batch = held_out.batch(mine, self.device)
-            sums = self.model.sums(batch, self.bias_LE)
-            total += torch.stack([sums.cross_entropy.double(), total.new_tensor(batch.num_tokens)])
-        loss, tokens = self._all_reduce(total).tolist()
-        return loss / tokens, int(tokens)
+        source, number = held_out or self.held_out, self.config.train.eval_sequences
+        return self.repeated(lambda: evaluate(self, source, number))
 
     def shards(self) -> list[Shard]:
-        """Return the state of this rank, as views: of the optimizer and the routers."""
+        """Return the state of this rank, as views: of the optimizer, averages and the routers."""
         shards = self.optimizer.shards()
+        if self.averages is not None:
+            shards += self.averages.shards
         if self.mesh.dp_rank == 0:
             layers = self.config.model.moe_layers
             shards += _buffers("router_bias", layers, self.bias_LE)
@@ -192,13 +253,46 @@ class Trainer:
                 shards += _buffers("router_load", layers, self.load_LE)
         return shards
 
-    def loaded(self, *, steps_done: int, samples_seen: int, step_count: int) -> None:
-        """Take over state that was written into ``shards()``. A collective call."""
+    def counters(self) -> dict[str, Any]:
+        """Return the state that is no tensor, as JSON. Waits for the device."""
+        return {
+            "steps_done": self.steps_done,
+            "samples_seen": self.samples_seen,
+            "step_count": self.optimizer.step_count,
+            "first_target": self.first_target,
+            "losses": [] if self.spikes is None else self.spikes.losses(),
+        }
+
+    def loaded(
+        self,
+        *,
+        steps_done: int,
+        samples_seen: int,
+        step_count: int,
+        first_target: int | None = None,
+        losses: Sequence[float] = (),
+        new_averages: bool = False,
+    ) -> None:
+        """Take over state that was written into ``shards()``, and counters. A collective call.
+
+        Args:
+            steps_done: As ``counters`` returned it, like the others.
+            samples_seen: Likewise.
+            step_count: Likewise.
+            first_target: Likewise.
+            losses: Likewise.
+            new_averages: Whether averages of weights were not among what was written.
+        """
         self.optimizer.loaded(step_count)
         if self.mesh.dp_group is not None:
             dist.broadcast(self.bias_LE, group_src=0, group=self.mesh.dp_group)
             dist.broadcast(self.load_LE, group_src=0, group=self.mesh.dp_group)
         self.steps_done, self.samples_seen = steps_done, samples_seen
+        self.first_target = self.first_target if first_target is None else first_target
+        if self.spikes is not None:
+            self.spikes.load(losses)
+        if self.averages is not None and new_averages:
+            self.averages.restart()
 
     def _request(self) -> Request:
         """Say which sequences of the run this rank is given next."""
@@ -225,7 +319,6 @@ class Trainer:
         self.load_LE.copy_(torch.where(kept, self.load_LE, load_LE))
 
     def _all_reduce(self, sums: Tensor) -> Tensor:
-        sums = sums.to(self.device)
         if self.mesh.world_group is not None:
             dist.all_reduce(sums, group=self.mesh.world_group)
         return sums
@@ -248,6 +341,8 @@ class Trainer:
             num_bad=head[3],
             grad_norm=head.new_zeros(()),
             skipped=head.new_zeros((), dtype=torch.bool),
+            spiked=head.new_zeros((), dtype=torch.bool),
+            overflowed=head.new_zeros((), dtype=torch.bool),
         )
 
 
@@ -273,17 +368,10 @@ def _buffers(name: str, layers: Sequence[int], value_LE: Tensor) -> list[Shard]:
     ]  # fmt: skip
 
 
-def param_specs(model: Transformer) -> list[ParamSpec]:
-    """Say of each parameter whether experts divide it and whether it decays.
-
-    Matrices decay; vectors do not, and neither does the router, whose scale sets how decided it is.
-    """
-    return [
-        ParamSpec(
-            name,
-            parameter,
-            is_expert=name.endswith(_EXPERT_MATRICES),
-            weight_decay=parameter.ndim > 1 and not name.endswith(".moe.router"),
-        )
-        for name, parameter in model.named_parameters()
-    ]
+def _count_tokens(batch: Batch) -> Tensor:
+    """Return the real tokens of a batch, float64 on its device; the host does not wait."""
+    targets_BS = batch.targets_BS
+    if not batch.padded:
+        number = targets_BS.numel()
+        return torch.full((), number, dtype=torch.float64, device=targets_BS.device)
+    return (targets_BS != IGNORED).sum(dtype=torch.float64)
