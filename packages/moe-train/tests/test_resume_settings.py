@@ -9,7 +9,7 @@ import pytest
 from moe_train.checkpoints import portable
 from moe_train.config import OptimizerConfig, RunConfig, TrainConfig
 from moe_train.errors import RunError
-from moe_train.resume import check_continuation, target_step
+from moe_train.resume import check_continuation, first_target, target_step
 
 CONFIG = RunConfig()
 SETTINGS = [
@@ -110,3 +110,9 @@ def test_an_interrupted_start_goes_on_to_its_end_and_an_ended_one_adds_steps() -
 
 def test_the_state_says_where_the_run_folder_is_nowhere() -> None:
     assert "run_dir" not in portable(replace(CONFIG, run_dir=Path("elsewhere"), nproc=2))
+
+
+def test_the_schedule_of_a_run_that_was_only_imported_is_planned_by_its_first_start() -> None:
+    imported = state_of(CONFIG, steps_done=0, target=0, first_target=0)
+    assert first_target(imported, 40) == first_target(None, 40) == 40
+    assert first_target(state_of(CONFIG, steps_done=6), 40) == 6

@@ -62,7 +62,7 @@ class Checkpoints:
         """Save the state of this step. A collective call.
 
         Args:
-            target: Step at which this start of the run ends.
+            target: Step at which this start of the run ends; 0 for a run that is still to begin.
             seconds: Training time so far, over all starts.
             tokens: Tokens trained on so far.
         """
@@ -70,6 +70,7 @@ class Checkpoints:
         state = {
             **trainer.counters(),
             "target": target,
+            "first_target": trainer.first_target if target else 0,
             "seconds": seconds,
             "tokens": tokens,
             "corpus": {"digest": self.data.digest, "origin": self.data.origin},
@@ -148,7 +149,7 @@ class Checkpoints:
             steps_done=state["steps_done"],
             samples_seen=state["samples_seen"],
             step_count=state["step_count"],
-            first_target=state.get("first_target"),
+            first_target=state.get("first_target", 0),
             losses=state.get("losses", []),
             new_averages=bool(loaded.missing),
         )

@@ -53,6 +53,7 @@ def begin(config: RunConfig, source: Path, info: RankInfo) -> int:
                 _fill(shard, reader)
             trainer.loaded(steps_done=0, samples_seen=0, step_count=0)
             checkpoints.save(target=0, seconds=0.0, tokens=0)
+            checkpoints.settle()
             checkpoints.comm.barrier()
         finally:
             if info.rank == 0:

@@ -55,6 +55,6 @@ def prepare(config: RunConfig, world_size: int) -> Prepared:
     state = find_state(folder)
     if state is not None:
         check_continuation(state, config, data.digest)
-    first = config.train.steps if state is None else first_target(state)
+    first = first_target(state, config.train.steps)
     check_schedule(config.optimizer, planned_total(config.optimizer, first))
     return Prepared(plan, data, folder, state)

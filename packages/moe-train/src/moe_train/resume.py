@@ -114,20 +114,18 @@ def _consequences(
         lines.append(f"the average of the weights begins from those of step {step}")
     if old_train["ema"] and not train.ema:
         lines.append("the average of the weights is given up")
-    return lines + _rates(state, before["optimizer"], config.optimizer)
+    first = first_target(state, config.train.steps)
+    return lines + _rates(step, first, before["optimizer"], config.optimizer)
 
 
-def _rates(
-    state: Mapping[str, Any], before: Mapping[str, Any], config: OptimizerConfig
-) -> list[str]:
+def _rates(step: int, first: int, before: Mapping[str, Any], config: OptimizerConfig) -> list[str]:
     """Say how the rate of the next step differs from what it was to be, and if it is at its end."""
-    step, lines = state["steps_done"], []
-    total = planned_total(config, first_target(state))
+    lines, total = [], planned_total(config, first)
     rate = learning_rate(config, step, total)
     known = {key: value for key, value in before.items() if key in to_dict(config)}
     with contextlib.suppress(ConfigError):  # settings of a version with other rules
         old = from_dict(OptimizerConfig, known)
-        was = learning_rate(old, step, planned_total(old, first_target(state)))
+        was = learning_rate(old, step, planned_total(old, first))
         if was != rate:
             lines.append(f"the rate of the next step is {rate:g}, it was to be {was:g}")
     if config.schedule != "constant" and step >= total:
@@ -138,9 +136,14 @@ def _rates(
     return lines
 
 
-def first_target(state: Mapping[str, Any]) -> int:
-    """Return the step at which the first start of the run was to end."""
-    return state.get("first_target", state["target"])
+def first_target(state: Mapping[str, Any] | None, steps: int) -> int:
+    """Return the step at which the first start of the run was to end.
+
+    Args:
+        state: Of the checkpoint; None, or one that says 0, if this is the first start.
+        steps: What this start adds.
+    """
+    return steps if state is None else state.get("first_target", state["target"]) or steps
 
 
 def target_step(state: Mapping[str, Any] | None, steps: int) -> int:

@@ -269,7 +269,7 @@ class Trainer:
         steps_done: int,
         samples_seen: int,
         step_count: int,
-        first_target: int | None = None,
+        first_target: int = 0,
         losses: Sequence[float] = (),
         new_averages: bool = False,
     ) -> None:
@@ -279,7 +279,7 @@ class Trainer:
             steps_done: As ``counters`` returned it, like the others.
             samples_seen: Likewise.
             step_count: Likewise.
-            first_target: Likewise.
+            first_target: Likewise; 0 if no start of the run was made before this one.
             losses: Likewise.
             new_averages: Whether averages of weights were not among what was written.
         """
@@ -288,7 +288,7 @@ class Trainer:
             dist.broadcast(self.bias_LE, group_src=0, group=self.mesh.dp_group)
             dist.broadcast(self.load_LE, group_src=0, group=self.mesh.dp_group)
         self.steps_done, self.samples_seen = steps_done, samples_seen
-        self.first_target = self.first_target if first_target is None else first_target
+        self.first_target = first_target or self.config.train.steps
         if self.spikes is not None:
             self.spikes.load(losses)
         if self.averages is not None and new_averages:
