@@ -18,7 +18,9 @@ SETTINGS = [
     if is_dataclass(getattr(CONFIG, section.name))
     for field in fields(getattr(CONFIG, section.name))
 ]
-REFUSED = ("model.", "routing.bias:", "train.dtype:", "optimizer.rule:")
+REFUSED = (
+    "model.", "routing.bias:", "routing.balance_over:", "train.dtype:", "optimizer.rule:",
+)  # fmt: skip
 SILENT = ("data.allow_changed:",)
 
 
