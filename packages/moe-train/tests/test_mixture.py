@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from moe_train.corpus import CorpusError
-from moe_train.data import Sequences, Tokens
+from moe_train.data import IGNORED, Sequences, Tokens
 from moe_train.data.mixture import FINEST, Mixture, make_period
+from moe_train.data.packing import PackedSequences
 
 weights = st.lists(st.fractions(Fraction(1, 50), 3, max_denominator=60), min_size=1, max_size=5)
 
@@ -72,6 +73,22 @@ def test_a_batch_has_its_sequences_in_the_order_that_was_asked_for() -> None:
     assert mixed.batch(numbers).inputs_BS[:, 0].tolist() == [2002, 3, 1002, 0, 2008]
     assert mixed.num_tokens(numbers) == 5
     assert len(mixed.batch(numbers[:0]).inputs_BS) == 0
+
+
+def test_a_batch_of_packed_rows_keeps_what_the_host_knows_of_each() -> None:
+    sizes = {"a": [3, 4, 2], "b": [6, 2, 5, 3]}
+    sources = {
+        name: PackedSequences(
+            Tokens((np.ones(sum(n), np.uint8),), (np.cumsum(n),), 256, 0, name), 6
+        )
+        for name, n in sizes.items()
+    }
+    mixed = Mixture(sources, {"a": Fraction(1), "b": Fraction(1)})
+    batch = mixed.batch(np.arange(mixed.count)[::-1])
+    assert batch.valid_B.tolist() == (batch.targets_BS != IGNORED).sum(1).tolist()
+    assert batch.documents_B.tolist() == (batch.document_BS[:, -1] + 1).tolist()
+    assert batch.num_tokens == mixed.num_tokens(np.arange(mixed.count)) == 6 + 12
+    assert len(set(batch.documents_B.tolist())) > 1
 
 
 def test_sources_of_equal_size_are_not_visited_in_step() -> None:

@@ -56,7 +56,8 @@ def test_every_prediction_of_every_document_is_made_once(pieces, length, block) 
 def test_documents_are_numbered_within_a_row_and_padding_is_one_of_its_own(pieces, length) -> None:
     pieces = [*pieces, [2]]
     tokens = documents(pieces)
-    _, inputs, targets, document = rows_of(PackedSequences(tokens, length))
+    batch, inputs, targets, document = rows_of(PackedSequences(tokens, length))
+    assert batch.documents_B.tolist() == (document[:, -1] + 1).tolist()
     of = np.searchsorted(
         [tokens.document(i)[1] for i in range(tokens.num_documents)], inputs - 1, "right"
     )

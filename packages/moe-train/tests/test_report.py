@@ -37,6 +37,15 @@ def test_every_record_can_be_read_off_the_page(tmp_path: Path) -> None:
             assert f"layer {i} {write_number(value)}" in text
 
 
+def test_losses_are_of_tokens_where_tokens_are_not_bytes(tmp_path: Path) -> None:
+    one = {"kind": "eval", "step": 1, "loss": 3.0, "nats_per_byte": 1.0, "tokens": 64}
+    page = report(make_run(tmp_path, [train(1), one]))
+    text = " ".join(Page(page).text.split())
+    assert "Validation loss 3.000 nats a token (4.328 bits)." in text
+    assert "validation loss nats/token 3.000" in text
+    assert "byte" not in text.partition("Validation loss 3.000")[2].partition("Router")[0]
+
+
 def test_headline_figures_are_the_runs(tmp_path: Path) -> None:
     records = [
         {"kind": "run", "step": 0, "world_size": 1},

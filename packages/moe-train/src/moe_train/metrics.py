@@ -2,12 +2,13 @@
 
 Kinds of records; each also has ``kind`` and ``step``, the number of updates done:
 
-* ``train``: ``loss`` (nats a byte, cross-entropy alone), ``balance_loss``, ``z_loss``,
+* ``train``: ``loss`` (nats a token, cross-entropy alone), ``balance_loss``, ``z_loss``,
   ``grad_norm``, ``lr``, ``tokens`` and ``seconds`` (both since the start of the first run),
   ``tokens_per_second``, ``imbalance`` (largest over layers of largest to mean expert load),
   ``entropy`` (nats, per layer), ``load`` (fraction per expert, per layer); since the record before:
   ``skipped`` (updates) and ``unrouted`` (tokens whose scores were not finite).
-* ``eval``: ``loss`` (nats a byte) and ``tokens`` (how many it was measured on).
+* ``eval``: ``loss`` (nats a token), ``nats_per_byte`` and ``tokens`` (how many it was measured on);
+  of a mixture also ``losses``, by source.
 * ``save``: the step was committed.
 * ``run``: ``world_size`` and whatever else describes the processes that start at ``step``.
 

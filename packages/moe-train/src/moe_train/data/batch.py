@@ -24,6 +24,8 @@ class Batch:
         document_BS: int32, the number of each token's document within its sequence: 0, then the
             same or one more. Attention stays inside a document. None: one document a sequence.
         valid_B: Real tokens of each sequence, on the host; None where only the device knows.
+        documents_B: Documents of each sequence, on the host. Without it attention cannot take
+            the variable-length kernel, and masks documents instead.
     """
 
     inputs_BS: Tensor
@@ -31,6 +33,7 @@ class Batch:
     padded: bool = False
     document_BS: Tensor | None = None
     valid_B: NDArray[np.int64] | None = None
+    documents_B: NDArray[np.int64] | None = None
 
     @property
     def mask_T(self) -> Tensor | None:  # noqa: N802, a shape suffix
@@ -54,35 +57,37 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> "Batch":
         """Return some of the sequences, as views."""
-        document_BS, valid_B = self.document_BS, self.valid_B
+        document_BS, valid_B, documents_B = self.document_BS, self.valid_B, self.documents_B
         return Batch(
             self.inputs_BS[start:stop],
             self.targets_BS[start:stop],
             self.padded,
             None if document_BS is None else document_BS[start:stop],
             None if valid_B is None else valid_B[start:stop],
+            None if documents_B is None else documents_B[start:stop],
         )
 
     @staticmethod
     def joined(batches: Sequence["Batch"]) -> "Batch":
         """Return the sequences of several batches that are alike in what they carry."""
-        first = batches[0]
         documents = [b.document_BS for b in batches if b.document_BS is not None]
-        valid = [b.valid_B for b in batches if b.valid_B is not None]
         return Batch(
             torch.cat([b.inputs_BS for b in batches]),
             torch.cat([b.targets_BS for b in batches]),
             any(b.padded for b in batches),
-            None if first.document_BS is None else torch.cat(documents),
-            None if first.valid_B is None else np.concatenate(valid),
+            torch.cat(documents) if documents else None,
+            _concatenate([b.valid_B for b in batches]),
+            _concatenate([b.documents_B for b in batches]),
         )
 
-    def taken(self, order_B: Tensor) -> "Batch":
-        """Return the sequences in another order, given as indices on the host."""
-        batch = self.each(lambda tensor: tensor[order_B])
-        if self.valid_B is None:
-            return batch
-        return replace(batch, valid_B=self.valid_B[order_B.numpy()])
+    def taken(self, order_B: NDArray[np.int64]) -> "Batch":
+        """Return the sequences in another order, on the host."""
+        batch = self.each(lambda tensor: tensor[torch.from_numpy(order_B)])
+        return replace(
+            batch,
+            valid_B=None if self.valid_B is None else self.valid_B[order_B],
+            documents_B=None if self.documents_B is None else self.documents_B[order_B],
+        )
 
     def to(self, device: torch.device) -> "Batch":
         """Copy to a device. The copy does not wait where the tensors are pinned."""
@@ -97,5 +102,10 @@ class Batch:
         document_BS = None if self.document_BS is None else function(self.document_BS)
         return Batch(
             function(self.inputs_BS), function(self.targets_BS), self.padded, document_BS,
-            self.valid_B,
+            self.valid_B, self.documents_B,
         )  # fmt: skip
+
+
+def _concatenate(counts: Sequence[NDArray[np.int64] | None]) -> NDArray[np.int64] | None:
+    known = [count for count in counts if count is not None]
+    return np.concatenate(known) if known else None

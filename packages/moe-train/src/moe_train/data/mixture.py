@@ -83,13 +83,12 @@ class Mixture:
         """Return the sequences of these numbers, each in ``0..count-1``."""
         source = self._source(numbers)
         order = np.argsort(source, kind="stable")
-        back = torch.from_numpy(np.argsort(order, kind="stable"))
         batches = []
         for i in range(len(self.sources)):
             mine = order[source[order] == i]
             if len(mine) or (i == 0 and not len(numbers)):
                 batches.append(self.sources[i].batch(numbers[mine] - self._first[i]))
-        batch = Batch.joined(batches).taken(back)
+        batch = Batch.joined(batches).taken(np.argsort(order, kind="stable"))
         return batch if device is None else batch.to(device)
 
     def num_tokens(self, numbers: NDArray[np.int64]) -> int:

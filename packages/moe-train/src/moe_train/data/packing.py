@@ -69,7 +69,7 @@ class PackedSequences:
         inputs = np.zeros((len(numbers), self.length), np.int64)
         targets = np.full((len(numbers), self.length), IGNORED, np.int64)
         documents = np.zeros((len(numbers), self.length), np.int32)
-        valid = np.zeros(len(numbers), np.int64)
+        valid, counts = np.zeros((2, len(numbers)), np.int64)
         for row, number in enumerate(numbers.tolist()):
             begin, end = self._starts[number], self._starts[number + 1]
             at = 0
@@ -80,13 +80,14 @@ class PackedSequences:
                 documents[row, at : at + size] = document
                 at += size
             documents[row, at:] = end - begin  # padding is a document of its own
-            valid[row] = at
+            valid[row], counts[row] = at, end - begin + (at < self.length)
         return Batch(
             torch.from_numpy(inputs).to(device),
             torch.from_numpy(targets).to(device),
             True,
             torch.from_numpy(documents).to(device),
             valid,
+            counts,
         )
 
     def num_tokens(self, numbers: NDArray[np.int64]) -> int:

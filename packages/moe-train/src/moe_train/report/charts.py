@@ -50,7 +50,7 @@ def draw_charts(run: RunData) -> dict[str, str]:
     norms = both("grad_norm")
     return {
         "loss": chart(
-            "Loss", "nats a byte", _loss_lines(run), width=1120, height=400,
+            "Loss", run.unit, _loss_lines(run), width=1120, height=400,
             references=list(run.references.items()), skipped=skipped,
         ),
         "entropy": chart("Router entropy by layer", "nats", entropy, references=uniform),

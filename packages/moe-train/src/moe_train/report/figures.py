@@ -35,7 +35,7 @@ def summary(run: RunData) -> str:
     if len(finite) == 0:
         return "No validation loss was measured yet."
     last = float(finite[-1])
-    text = f"Validation loss {last:.3f} nats a byte ({last / math.log(2):.3f} bits)"
+    text = f"Validation loss {last:.3f} {run.unit} ({last / math.log(2):.3f} bits)"
     for name, value in sorted(run.references.items(), key=lambda item: item[1]):
         if last < value:
             return f"{text}, {value - last:.3f} below the {name} table ({value:.2f})."
@@ -52,7 +52,9 @@ def headline_figures(run: RunData) -> list[Figure]:
     figures = []
     if len(best):
         note = f"best {best.min():.3f}"
-        figures.append(Figure(f"{best[-1]:.3f}", "nats/byte", "validation loss", note))
+        figures.append(
+            Figure(f"{best[-1]:.3f}", run.unit.replace(" a ", "/"), "validation loss", note)
+        )
     if not run.train:
         return figures
     last = run.train[-1]
@@ -63,7 +65,7 @@ def headline_figures(run: RunData) -> list[Figure]:
     speed = run.column("tokens_per_second")
     worst = run.column("imbalance")
     figures += [
-        Figure(_short(mean, 3), "nats/byte", "training loss", "smoothed"),
+        Figure(_short(mean, 3), run.unit.replace(" a ", "/"), "training loss", "smoothed"),
         Figure(_short(median(speed)), "tokens/s", "throughput", "median"),
         Figure(
             _short(worst[-1], 2),

@@ -49,6 +49,12 @@ class RunData:
     def steps(self) -> Array:
         return self.column("step")
 
+    @property
+    def unit(self) -> str:
+        """What losses are measured in; a token is a byte unless a validation says otherwise."""
+        both = [(r.get("loss"), r.get("nats_per_byte", r.get("loss"))) for r in self.evals]
+        return "nats a token" if any(a != b and a == a for a, b in both) else "nats a byte"  # noqa: PLR0124
+
     def eval_points(self) -> tuple[Array, Array]:
         """Return the steps and the losses of the evaluations."""
         steps = _numbers([record["step"] for record in self.evals])
