@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -58,7 +59,8 @@ class PackedSequences:
     @property
     def fill(self) -> float:
         """The fraction of all places that predict something."""
-        return int(self._parts[:, 1].sum()) / (self.count * self.length)
+        predictions = len(self.tokens) - self.tokens.num_documents
+        return predictions / (self.count * self.length)
 
     def order(self, first: int, number: int, seed: int) -> NDArray[np.int64]:
         """Return which rows are at positions ``first`` to ``first + number - 1``."""
@@ -180,7 +182,7 @@ def _cached(
 
 def _save(path: Path, array: NDArray[Any]) -> None:
     """Write a file whole or not at all; of several writers the last one stays."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = path.with_name(f".{path.name}.{uuid4().hex}")
     with partial.open("wb") as file:
         np.save(file, array)
         file.flush()

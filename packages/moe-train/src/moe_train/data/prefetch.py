@@ -68,6 +68,8 @@ class Prefetcher:
     """
 
     def __init__(self, device: torch.device, depth: int):
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device, self.depth = device, depth
         self._worker: _Worker | None = None
         self._finalizer: weakref.finalize | None = None

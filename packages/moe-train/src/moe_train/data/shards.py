@@ -87,7 +87,7 @@ class Shards:
                 raise ValueError(f"format {index['format']!r} {index['version']!r}")
             self.dtype = DTYPES[index["dtype"]]
             self.vocab_size, self.origin = int(index["vocab_size"]), str(index["origin"])
-            self._tokenizer = dict(index["tokenizer"])
+            self._eos, self._made_by = _tokenizer(index["tokenizer"], self.vocab_size)
             self.files = {
                 part: tuple(ShardFile.read(entry) for entry in index["parts"][part])
                 for part in PARTS
@@ -119,16 +119,15 @@ class Shards:
         Raises:
             CorpusError: If the file in the folder is not the one that made them.
         """
-        eos, digest = self._tokenizer["eos"], self._tokenizer["sha256"]
-        if digest == "bytes":
-            return ByteTokenizer(eos is not None)
+        if self._made_by == "bytes":
+            return ByteTokenizer(self._eos is not None)
         tokenizer = FileTokenizer(self.root / TOKENIZER)
-        if tokenizer.digest != digest:
+        if tokenizer.digest != self._made_by:
             raise CorpusError(
                 f"{tokenizer.path} is not the tokenizer that made the shards: its SHA-256 is "
-                f"{tokenizer.digest[:12]}…, the index says {str(digest)[:12]}…"
+                f"{tokenizer.digest[:12]}…, the index says {self._made_by[:12]}…"
             )
-        tokenizer.eos = eos
+        tokenizer.eos = self._eos
         return tokenizer
 
     def verify(self, progress: Callable[[int], None] = lambda size: None) -> None:
@@ -170,6 +169,15 @@ class Shards:
                 f"{dtype.name}"
             )
         return np.memmap(path, dtype, "r", shape=(count,))
+
+
+def _tokenizer(entry: dict[str, Any], vocab_size: int) -> tuple[int | None, str]:
+    eos, digest = entry["eos"], entry["sha256"]
+    if not isinstance(digest, str) or not (eos is None or type(eos) is int):
+        raise ValueError(f"{entry} does not describe a tokenizer")
+    if vocab_size < 1 or not (eos is None or 0 <= eos < vocab_size):
+        raise ValueError(f"vocab_size {vocab_size}, and {eos} ends a document")
+    return eos, digest
 
 
 def is_shards(root: Path) -> bool:
