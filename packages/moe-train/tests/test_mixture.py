@@ -60,6 +60,13 @@ def test_every_source_has_epochs_of_its_own(weights, data, seed, positions) -> N
             assert len(epoch) < count or set(epoch.tolist()) == set(range(count))
 
 
+@given(weights=weights, first=st.integers(0, 300), number=st.integers(1, 60))
+def test_any_window_is_cut_from_one_order(weights, first, number) -> None:
+    mixed = mixture([5] * len(weights), weights)
+    whole = mixed.order(0, first + number, seed=2)
+    assert mixed.order(first, number, seed=2).tolist() == whole[first:].tolist()
+
+
 def test_weights_finer_than_a_period_are_rounded_and_too_small_ones_refused() -> None:
     mixed = mixture([5, 5], [Fraction("0.1234567"), Fraction("0.8765433")])
     assert mixed.fractions["s0"] == pytest.approx(0.1234567, abs=1 / FINEST)
