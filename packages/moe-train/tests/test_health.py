@@ -173,9 +173,10 @@ def test_a_run_records_health_for_each_layer_and_experts_only_if_asked(
 ) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    at_once = {"train__async-save": False}  # in the background, a save is safe some steps later
     brief = {"log__experts": False, "model__num-experts": 16}
-    assert run(tmp_path / "a", text_folder, **brief) == 0
-    assert run(tmp_path / "b", text_folder, routing__forced="uniform") == 0
+    assert run(tmp_path / "a", text_folder, **brief, **at_once) == 0
+    assert run(tmp_path / "b", text_folder, routing__forced="uniform", **at_once) == 0
     said = capsys.readouterr().out
     for folder in "ab":
         records = read_metrics(tmp_path / folder / "metrics.jsonl")
