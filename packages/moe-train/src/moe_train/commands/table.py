@@ -49,6 +49,7 @@ COMMANDS = {
         Command("generate", "RUN", "text from a trained model", "generate"),
         Command("export", "RUN OUT", "a trained model as Hugging Face keeps it", "export"),
         Command("import", "SOURCE", "begin a run with a model of Hugging Face", "import_model"),
+        Command("bench", "", "how fast training steps are here", "bench"),
         Command("report", "RUN", "write RUN/report.html again from what was recorded", "report"),
         Command("data", "build|inspect", "make token shards, look at them", "data"),
         Command("config", "print|explain|diff|presets", "look at settings", "config"),
