@@ -60,8 +60,7 @@ def begin(config: RunConfig, source: Path, info: RankInfo) -> int:
                 shutil.rmtree(partial, ignore_errors=True)
         if info.rank == 0:
             folder.write_text("config.toml", to_toml(config))
-    weights = [i for i in reader.manifest.arrays if i.kind == "master"]
-    return sum(info.grid.size for info in weights)
+    return sum(reader.info(n).size for n in reader.names if "master" in reader.kinds(n))
 
 
 def _fill(shard: Shard, reader: CheckpointReader) -> None:
@@ -70,9 +69,9 @@ def _fill(shard: Shard, reader: CheckpointReader) -> None:
     if shard.name not in reader.names or kind not in reader.kinds(shard.name):
         return
     info = reader.info(shard.name, kind)
-    if tuple(info.grid.shape) != tuple(shard.global_shape):
+    if tuple(info.shape) != tuple(shard.global_shape):
         raise RunError(
-            f"{shard.name} has shape {info.grid.shape} in the source and {shard.global_shape} in "
+            f"{shard.name} has shape {info.shape} in the source and {shard.global_shape} in "
             "the model of its config.json"
         )
     values = np.empty(shard.flat_stop - shard.flat_start, info.dtype)
