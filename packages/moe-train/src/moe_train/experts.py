@@ -121,7 +121,7 @@ class MoE(nn.Module):
     def _shared(self, x_TD: Tensor, *, recomputed: bool) -> Tensor:
         y_TD = swiglu(x_TD, self.shared_gate_up, self.shared_down, recomputed=recomputed)
         if self.config.shared_gate:
-            y_TD = y_TD * torch.sigmoid(x_TD @ self.shared_gate)[:, None]
+            y_TD = y_TD * torch.sigmoid(F.linear(x_TD, self.shared_gate[None]))
         return y_TD
 
     def _experts(self, x_TD: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:

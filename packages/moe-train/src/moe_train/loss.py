@@ -49,7 +49,10 @@ def cross_entropy_sum(
     chunk = max(1, chunk_elements // w_VD.shape[0])
     if chunk > 128:
         chunk -= chunk % 128  # whole tiles of the product
-    return _CrossEntropySum.apply(h_TD, w_VD, targets_T, chunk, sink_of(w_VD))
+    sink = sink_of(w_VD)
+    if not torch.is_grad_enabled():  # the function is told what requires a gradient even so
+        h_TD, w_VD = h_TD.detach(), w_VD.detach()
+    return _CrossEntropySum.apply(h_TD, w_VD, targets_T, chunk, sink)
 
 
 class _CrossEntropySum(Function):
@@ -113,11 +116,11 @@ def _gradient(logits_CV: Tensor, lse_C: Tensor, targets_C: Tensor) -> Tensor:
 def _add_product(sum_VD: Tensor, d_CV: Tensor, h_CD: Tensor) -> None:
     """Add ``d.T @ h`` without rounding it to the format of its factors."""
     if d_CV.dtype == sum_VD.dtype:
-        sum_VD.addmm_(d_CV.T, h_CD)
+        torch.addmm(sum_VD, d_CV.T, h_CD, out=sum_VD)
     elif d_CV.is_cuda:
         torch.addmm(sum_VD, d_CV.T, h_CD, out_dtype=sum_VD.dtype, out=sum_VD)
     else:
-        sum_VD.addmm_(d_CV.to(sum_VD.dtype).T, h_CD.to(sum_VD.dtype))
+        torch.addmm(sum_VD, d_CV.to(sum_VD.dtype).T, h_CD.to(sum_VD.dtype), out=sum_VD)
 
 
 def _weight_gradient(dw_VD: Tensor, scale: Tensor) -> WeightGradient:

@@ -20,7 +20,7 @@ from moe_train.parts import run_steps
 from moe_train.ranges import part
 from moe_train.rotary import rotations
 from moe_train.router import RouterStats
-from moe_train.sight import Sight
+from moe_train.sight import Sight, sight_of
 
 Recompute = Literal["none", "selective", "block"]
 
@@ -182,7 +182,7 @@ class Transformer(nn.Module):
             sight: What tokens see; without it, all before them in their row.
         """
         config, x_BSD = self.config, F.embedding(inputs_BS, self.embedding)
-        sight = sight or _sight(inputs_BS)
+        sight = sight or Sight((inputs_BS.shape[0], inputs_BS.shape[1]), inputs_BS.device)
         rotation_SC = rotations(inputs_BS.shape[1], config.rotated_width, config.rope_theta, x_BSD)
         biases = dict(zip(config.moe_layers, bias_LE, strict=True))
         stats = []
@@ -196,7 +196,7 @@ class Transformer(nn.Module):
 
     def sums(self, batch: Batch, bias_LE: Tensor) -> Sums:
         """Return the losses and statistics of a microbatch, as sums over its tokens."""
-        h_BSD, stats = self.hidden(batch.inputs_BS, bias_LE, batch.mask_T, _sight(batch.inputs_BS))
+        h_BSD, stats = self.hidden(batch.inputs_BS, bias_LE, batch.mask_T, sight_of(batch))
         targets_T = batch.targets_BS.flatten()
         return Sums(
             cross_entropy=cross_entropy_sum(h_BSD.flatten(0, 1), self.head_weight, targets_T),
@@ -209,10 +209,6 @@ class Transformer(nn.Module):
             entropy_L=torch.stack([layer.entropy for layer in stats]),
             num_bad=torch.stack([layer.num_bad for layer in stats]).sum(),
         )
-
-
-def _sight(inputs_BS: Tensor) -> Sight:
-    return Sight((inputs_BS.shape[0], inputs_BS.shape[1]), inputs_BS.device)
 
 
 def _norm(weight_D: Tensor, x_BSD: Tensor, eps: float) -> Tensor:

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_train.data import Batch
+
 
 class Sight:
     """What the tokens of one microbatch see.
@@ -75,6 +77,13 @@ class Sight:
                 starts = F.pad(found.flatten(), (0, 1), value=B * S)
             self._starts = starts.to(torch.int32)
         return self._starts
+
+
+def sight_of(batch: Batch) -> Sight:
+    """Return what the tokens of a batch see."""
+    B, S = batch.inputs_BS.shape
+    number = None if batch.documents_B is None else int(batch.documents_B.sum())
+    return Sight((B, S), batch.inputs_BS.device, batch.document_BS, number)
 
 
 def attend(q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, sight: Sight, window: int) -> Tensor:
