@@ -62,4 +62,4 @@ def test_every_preset_of_the_package_makes_a_configuration() -> None:
     for name in preset_names():
         config, sources = loaded("--preset", name)
         assert f"preset {name}" in sources.values()
-        assert config.model != RunConfig().model
+        assert (config.model == RunConfig().model) == (name == "tiny")
