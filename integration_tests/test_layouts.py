@@ -105,6 +105,28 @@ def test_every_layout_makes_the_same_run_in_float64(pool, one_rank, ranks, ep) -
     assert one_rank["losses"][-1] < 0.7 * one_rank["losses"][0]
 
 
+KINDS = {
+    "latent experts without a gate": {
+        "latent_dim": 8, "activation": "relu2", "shared_gate": True, "num_dense_layers": 1,
+        "dense_dim": 12,
+    },
+    "latent attention, tied": {
+        "attention": "latent", "kv_rank": 6, "rope_head_dim": 4, "tie_embeddings": True,
+        "activation": "clamped_swiglu", "window": 7,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model_makes_the_same_run_on_several_ranks(pool, kind) -> None:
+    config = replace(EXACT, model=replace(TINY, **KINDS[kind]))
+    [want] = pool.run(train, 1, config, 4)
+    for got in pool.run(train, 4, replace(config, mesh=MeshConfig(ep=2)), 4):
+        assert got["losses"] == pytest.approx(want["losses"], rel=1e-9)
+        assert got["norms"] == pytest.approx(want["norms"], rel=1e-9)
+        assert got["validation"] == pytest.approx(want["validation"], rel=1e-9)
+
+
 @pytest.mark.parametrize(("ranks", "ep"), [(4, 2)])
 def test_the_default_run_is_the_same_on_several_ranks_in_float32(pool, ranks, ep) -> None:
     [want] = pool.run(train, 1, DEFAULT, 50)
