@@ -6,8 +6,8 @@ from moe_dispatch import LocalDispatcher
 from moe_train.config import ModelConfig, RoutingConfig, RunConfig
 from moe_train.load_config import from_dict, preset_names, read_preset_tree
 from moe_train.model import Transformer
+from moe_train.parameters import param_specs
 from moe_train.sizes import count_parameters
-from moe_train.trainer import param_specs
 
 PUBLISHED = [  # billions: total, active, as their authors print them
     ("olmoe-1b-7b", 6.92, 1.28),
