@@ -71,11 +71,10 @@ class _CrossEntropySum(Function):
             h_TD.split(chunk) if dh_TD is None else dh_TD.split(chunk),
             strict=True,
         ):
-            logits_CV = F.linear(h_CD, w_VD).to(wide)
-            loss, lse_C = _loss(logits_CV, targets_C)
-            total += loss
+            logp_CV = F.log_softmax(F.linear(h_CD, w_VD), -1, dtype=wide)
+            total += F.nll_loss(logp_CV, targets_C, ignore_index=IGNORED, reduction="sum")
             if want_h or want_w:
-                d_CV = _gradient(logits_CV, lse_C, targets_C).to(h_TD.dtype)
+                d_CV = _gradient(logp_CV, targets_C).to(h_TD.dtype)
                 if want_h:
                     torch.mm(d_CV, w_VD, out=out_CD)
                 if dw_VD is not None:
@@ -99,16 +98,9 @@ class _CrossEntropySum(Function):
         return dh_TD, dw_VD, None, None, None
 
 
-def _loss(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the summed loss and each token's log-partition."""
-    lse_C = logits_CV.logsumexp(-1)
-    right_C = logits_CV.gather(1, targets_C.clamp(min=0)[:, None])[:, 0]
-    return (lse_C - right_C).masked_fill(targets_C == IGNORED, 0).sum(), lse_C
-
-
-def _gradient(logits_CV: Tensor, lse_C: Tensor, targets_C: Tensor) -> Tensor:
-    """Turn the logits, in place, into the gradient of the summed loss."""
-    d_CV = logits_CV.sub_(lse_C[:, None]).exp_()
+def _gradient(logp_CV: Tensor, targets_C: Tensor) -> Tensor:
+    """Turn log-probabilities, in place, into the gradient of the summed loss for the logits."""
+    d_CV = logp_CV.exp_()
     d_CV.scatter_add_(1, targets_C.clamp(min=0)[:, None], d_CV.new_full((len(d_CV), 1), -1.0))
     return d_CV.masked_fill_((targets_C == IGNORED)[:, None], 0)
 
