@@ -19,7 +19,7 @@ def forward_flops(config: ModelConfig, sequence_length: int) -> float:
 
     Examples:
         >>> forward_flops(ModelConfig(), 128) / 1e6
-        1.4199...
+        1.3504
     """
     products = 2 * sum(part.in_products for part in parts(config))
     pairs = sum(
