@@ -15,6 +15,7 @@ TITLES = {
     "Entropy deficit of the load by layer",
     "Experts never selected, routes dropped",
     "Time of a step by part",
+    "Model FLOPs a second and device",
     "Model FLOP utilisation",
     "Device memory, peak",
 }
@@ -26,7 +27,7 @@ def healthy(step: int, **changes) -> dict:
         "rank_requested": [1.25, 1.3], "rank_kept": [1.2, 1.1], "dropped": [0.0, 0.25],
         "entropy_deficit": [0.1, 0.2], "never_selected": [0, 3], "score": [0.1, -0.3],
         "distance": [0.2, 0.6], "gerrymander": [0.0, 0.01 * step], "alarms": [],
-        "parts": {"data": 0.01, "forward": 0.25}, "mfu": 0.41, "memory_bytes": 2e9,
+        "parts": {"data": 0.01, "forward": 0.25}, "mfu": 0.41, "tflops": 405.0, "memory_bytes": 2e9,
         "memory_reserved_bytes": 3e9,
     } | changes  # fmt: skip
 

@@ -20,6 +20,7 @@ from moe_train.metrics import MetricsLog, read_metrics
 from moe_train.profiling import StepProfiler
 from moe_train.sinks import Sink, numbers, open_sinks, run_id
 from moe_train.trainer import StepResult, Trainer
+from moe_train.utilisation import Utilisation
 
 
 class Observer:
@@ -45,6 +46,8 @@ class Observer:
         trainer.tape.check(self.first, target)
         c = config.model
         self.watch = RouterWatch(config.log.window, config.log.gerrymander, c.top_k, c.num_experts)
+        world = trainer.mesh.plan.world_size
+        self.utilisation = Utilisation(config, trainer.device, world)
         self._rows_LE = torch.zeros_like(trainer.load_LE, dtype=torch.int64)
         self._saved = self.first, time.monotonic()
         self._ringing: set[str] = set()
@@ -89,8 +92,13 @@ class Observer:
         self._saved = step, time.monotonic()
         self.write({"kind": "save", "step": step})
 
-    def details(self, result: StepResult) -> dict[str, Any]:
-        """Return what a training record says besides losses. Waits for the device."""
+    def details(self, result: StepResult, tokens_per_second: float) -> dict[str, Any]:
+        """Return what a training record says besides losses. Waits for the device.
+
+        Args:
+            result: Of the step.
+            tokens_per_second: Of all ranks.
+        """
         parts = self.trainer.clock.read()
         if not self.leads:
             return {}
@@ -104,7 +112,7 @@ class Observer:
         record["checkpoint_age_steps"] = self.trainer.steps_done - step
         record["checkpoint_age_seconds"] = round(time.monotonic() - when, 3)
         record["parts"] = {k: round(v, 6) for k, v in parts.items()}
-        return record | self._memory()
+        return record | self.utilisation.of(tokens_per_second) | self._memory()
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write a record everywhere, and ring where it has an alarm that the last one had not."""

@@ -179,7 +179,7 @@ class Job:
         for note in trainer.exchange.take_notes():
             self.console.say(f"step {trainer.steps_done}: {note}")
         tokens, self.logged = self.tokens - self.logged, self.tokens
-        load_LE = result.load_LE
+        load_LE, rate_of_tokens = result.load_LE, tokens / max(seconds, 1e-9)
         self.observer.write(
             {
                 "kind": "train",
@@ -194,12 +194,12 @@ class Job:
                 "repeated": repeated,
                 "tokens": self.tokens,
                 "seconds": self.seconds,
-                "tokens_per_second": tokens / max(seconds, 1e-9),
+                "tokens_per_second": rate_of_tokens,
                 "imbalance": float(load_LE.max()) * load_LE.shape[1],
                 "entropy": result.entropy_L.tolist(),
                 "unrouted": unrouted,
             }
-            | self.observer.details(result)
+            | self.observer.details(result, rate_of_tokens)
         )
 
     def _evaluate(self) -> float:

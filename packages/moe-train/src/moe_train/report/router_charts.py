@@ -61,6 +61,10 @@ def router_charts(run: RunData, layer_lines: Callable[[str], list[Line]]) -> Cha
             + _over_layers(run, (("dropped", "dropped, fraction"),), _mean),
         ),
         "parts": (Chart(title="Time of a step by part", unit="seconds", zero=True), _parts(run)),
+        "tflops": (
+            Chart(title="Model FLOPs a second and device", unit="TFLOP/s", zero=True),
+            _column(run, "tflops", "TFLOP/s"),
+        ),
         "mfu": (
             Chart(title="Model FLOP utilisation", unit="fraction of the peak", zero=True),
             _column(run, "mfu", "MFU"),
