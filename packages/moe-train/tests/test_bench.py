@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from moe_train.cli import command
 from moe_train.commands.bench import RandomSequences
+from moe_train.config import ModelConfig
+from moe_train.flops import train_flops_per_token
 from runs import SIZES, refused
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -22,17 +24,24 @@ def test_both_routings_are_timed_labelled_and_counted(capsys) -> None:
     assert (natural["routing"], forced["routing"]) == ("natural", "forced uniform")
     assert forced["imbalance"] == pytest.approx(1)
     assert natural["imbalance"] > 1
+    model = ModelConfig(**{
+        k.removeprefix("model.").replace("-", "_"): v
+        for k, v in SIZES.items()
+        if k.startswith("model.")
+    })  # fmt: skip
     for row in found["rows"]:
         assert row["tokens"] == 4 * 16
         rate = row["tokens"] / row["milliseconds"] * 1e3
         assert row["tokens_per_second"] == pytest.approx(rate)
+        flops = train_flops_per_token(model, 16) * rate / 1e12
+        assert row["model_tflops"] == pytest.approx(flops)
     assert {"date", "torch", "triton", "device", "commit"} <= found["environment"].keys()
 
 
 def test_it_says_what_it_is_for_people(capsys) -> None:
     assert command([*WORDS, "--warmup", "1"]) == 0
     out = capsys.readouterr().out
-    for part in ("natural", "forced uniform", "tokens/s", "max/mean load 1.00"):
+    for part in ("natural", "forced uniform", "tokens/s", "model TFLOP/s", "max/mean load 1.00"):
         assert part in out
 
 

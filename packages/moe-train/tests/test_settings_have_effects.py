@@ -88,7 +88,8 @@ def test_without_a_change_the_weights_are_the_same(config, trainer_of) -> None:
 HARMLESS = [
     ("data", "prefetch", 0),
     ("train", "microbatch_size", 2),
-    ("train", "recompute", True),
+    ("train", "recompute", "selective"),
+    ("train", "recompute", "block"),
     ("train", "threads", 2),
     ("train", "async_save", False),
     ("train", "deterministic", True),
@@ -102,8 +103,17 @@ HARMLESS = [
     ("train", "keep", 1),
     ("train", "log_every", 3),
     ("train", "sample_bytes", 0),
+    ("log", "experts", False),
+    ("log", "window", 4),
+    ("log", "gerrymander", 0.5),
+    ("log", "nvtx", True),
 ]
 OF_PLACE = {"run_dir", "nproc", "train.device", "data.allow_changed"}
+# test_sinks.py, test_profiling.py and test_forced.py
+OF_OUTPUT = {
+    "log.record_experts", "log.tensorboard", "log.wandb", "log.wandb_project", "log.wandb_mode",
+    "log.profile", "log.memory_snapshot",
+}  # fmt: skip
 # test_overlap.py, test_overflow.py and integration_tests/test_layouts.py
 OF_RANKS = {
     "mesh.ep", "mesh.pp", "mesh.nvlink_domain", "mesh.overlap", "mesh.dispatcher", "mesh.overflow",
@@ -122,7 +132,8 @@ def test_what_is_called_harmless_changes_weights_by_rounding_alone(
 
 
 def test_every_setting_that_is_called_harmless_is_held_to_it() -> None:
-    assert {f"{where}.{name}" for where, name, _ in HARMLESS} | OF_PLACE | OF_RANKS == harmless()
+    tried = {f"{where}.{name}" for where, name, _ in HARMLESS}
+    assert tried | OF_PLACE | OF_OUTPUT | OF_RANKS == harmless()
 
 
 @pytest.mark.parametrize(

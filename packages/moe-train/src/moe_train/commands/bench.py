@@ -17,6 +17,7 @@ from moe_train.config import RunConfig
 from moe_train.config.rules import require_positive
 from moe_train.data import Batch
 from moe_train.environment import environment
+from moe_train.flops import train_flops_per_token
 from moe_train.ranks import RankInfo, join, pick_device
 from moe_train.trainer import Trainer
 
@@ -123,6 +124,7 @@ def _work(options: BenchOptions, info: RankInfo) -> None:
     for row in rows:
         say(
             f"{row['routing']:15} {row['tokens_per_second']:12,.0f} tokens/s  "
+            f"{row['model_tflops']:10.4g} model TFLOP/s a rank  "
             f"{row['milliseconds']:9.2f} ms a step  {_memory(row)}"
             f"max/mean load {row['imbalance']:.2f}"
         )
@@ -147,6 +149,7 @@ def measure(name: str, options: BenchOptions, mesh: Mesh, device: torch.device) 
         times.append(time.perf_counter() - begin)
     seconds = statistics.median(times)
     tokens = options.train.batch_size * options.data.sequence_length
+    flops = train_flops_per_token(options.model, options.data.sequence_length) * tokens
     load_LE = result.load_LE if result is not None else torch.ones(1, 1)
     row = {
         "routing": name,
@@ -154,6 +157,7 @@ def measure(name: str, options: BenchOptions, mesh: Mesh, device: torch.device) 
         "milliseconds": seconds * 1e3,
         "fastest_milliseconds": min(times) * 1e3,
         "tokens_per_second": tokens / seconds,
+        "model_tflops": flops / seconds / mesh.plan.world_size / 1e12,
         "memory_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,
         "imbalance": float(load_LE.max()) * load_LE.shape[1],
     }

@@ -4,7 +4,10 @@ Two runs that differ only in what is not mathematics compute the same losses but
 What is not named here is mathematics, so a new setting is never taken for harmless by mistake.
 """
 
+from dataclasses import fields
 from typing import Literal
+
+from moe_train.config.log import LogConfig
 
 Kind = Literal["mathematics", "speed", "observation"]
 
@@ -38,6 +41,7 @@ _OBSERVATION = {
     "train.keep",
     "train.log_every",
     "train.sample_bytes",
+    *(f"log.{field.name}" for field in fields(LogConfig)),
 }
 EFFECTS = {
     "mathematics": "changes what is computed",
