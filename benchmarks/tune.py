@@ -28,6 +28,9 @@ from moe_kernels import config as table
 from moe_kernels.config import Config
 from moe_kernels.gemm.kernel import grouped_mm_dw_triton, grouped_mm_triton
 from moe_kernels.mlp.kernel import gate_up_triton
+from moe_kernels.mxfp8 import MXTensor, dequantize, quantize
+from moe_kernels.mxgemm.kernel import scaled_mm_triton
+from moe_kernels.mxgemm.native_kernel import native_mm_triton
 from moe_kernels.routing.tiles import group_rows_and_tiles
 from torch import Tensor
 
@@ -52,6 +55,7 @@ class Layer:
         self.w_down = torch.randn(E, D, F, **half) * F**-0.5
         self.weight = torch.rand(num_tokens, K, device="cuda")
         self.tiles = {}
+        self.mx = {}
         self.expert_TK = expert_TK
 
     def run(self, operation: str, config: Config) -> list[Tensor]:
@@ -69,12 +73,34 @@ class Layer:
                     grouped_mm_dw_triton(self.dy, self.h, offsets, config=config),
                     grouped_mm_dw_triton(self.act, self.dy, offsets, config=config),
                 ]
+            case recipe if recipe in table.SCALED:
+                out = self.scaled(recipe, config)
             case "gate_up":
                 rows = (slots, self.shape.K)
                 out = list(
                     gate_up_triton(self.x, self.w_gate_up, offsets, self.tiles[n], config, *rows)
                 )
         return out
+
+    def in_mxfp8(self, recipe: str) -> tuple[MXTensor, MXTensor, MXTensor, MXTensor]:
+        """Quantise tokens, activations and weights, once."""
+        if recipe not in self.mx:
+            tensors = (self.x, self.act, self.w_gate_up, self.w_down)
+            self.mx = {recipe: tuple(quantize(t, recipe=recipe) for t in tensors)}
+        return self.mx[recipe]
+
+    def scaled(self, recipe: str, config: Config) -> list[Tensor]:
+        """The gathered product of a layer in MXFP8 and the other; the other if native."""
+        x, act, w_gate_up, w_down = self.in_mxfp8(recipe)
+        offsets, slots, _ = self.groups
+        more = {"tiles": self.tiles[config.block_n], "config": config}
+        if table.has_block_scales(self.x):
+            return [native_mm_triton(act, w_down, offsets, recipe, torch.bfloat16, **more)]
+        rows = {"slot_of_row_N": slots, "top_k": self.shape.K}
+        return [
+            scaled_mm_triton(x, w_gate_up, offsets, recipe, torch.bfloat16, **more, **rows),
+            scaled_mm_triton(act, w_down, offsets, recipe, torch.bfloat16, **more),
+        ]
 
     def product(self, x: Tensor, w: Tensor, config: Config) -> Tensor:
         return grouped_mm_triton(
@@ -105,6 +131,12 @@ class Layer:
                 return [product(self.h, self.w_gate_up.mT)]
             case "wgrad":
                 return [sums(self.dy, self.h), sums(self.act, self.dy)]
+            case recipe if recipe in table.SCALED:
+                x, act, w_gate_up, w_down = (dequantize(t) for t in self.in_mxfp8(recipe))
+                down = product(act, w_down)
+                if table.has_block_scales(self.x):
+                    return [down]
+                return [product(x[slots.long() // self.shape.K], w_gate_up), down]
             case _:
                 h = product(self.x[slots.long() // self.shape.K], self.w_gate_up)
                 return [h, swiglu(h)]
@@ -139,8 +171,34 @@ def candidates(operation: str, rows: str) -> Iterator[Config]:
         yield config(128, 64 if operation == "gate_up" else 128, 64, 4, 3, 2)
 
 
+def scaled_candidates(recipe: str, rows: str, native: bool) -> Iterator[Config]:
+    """What is tried for MXFP8. Promotion keeps two tiles in registers, so its tiles are smaller."""
+    d = 128 if native else table.SCALED[recipe] or 128
+    for stages, per_sm in itertools.product((3, 4), (1, 2)):
+        for f in (128, 256):
+            for halves in (False, True):
+                if native:
+                    sizes = [(128, f, 4), (128, f, 8)]
+                elif rows == "few":
+                    sizes = [(64, f // 2, 4), (64, f, 4 if f == 128 else 8)]
+                else:
+                    sizes = [(64, f, 8), (128, f, 8)]
+                for n, columns, warps in sizes:
+                    yield Config(
+                        block_n=n, block_f=columns, block_d=d, num_warps=warps,
+                        num_stages=stages, programs_per_sm=per_sm, halves=halves,
+                    )  # fmt: skip
+
+
 def work(wanted: list[tuple[str, str]]) -> list[tuple[str, str, Config]]:
-    return [(op, rows, config) for op, rows in wanted for config in candidates(op, rows)]
+    native = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10
+    return [
+        (op, rows, config)
+        for op, rows in wanted
+        for config in (
+            scaled_candidates(op, rows, native) if op in table.SCALED else candidates(op, rows)
+        )
+    ]
 
 
 def check(index: int, count: int, wanted: list[tuple[str, str]], path: Path) -> None:
@@ -208,7 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write the table here, as TOML")
     parser.add_argument("--json", type=Path, help="write every time here")
-    parser.add_argument("--ops", help="what to tune, as gate_up.many,wgrad.few; all if not given")
+    parser.add_argument("--ops", help="what to tune, as gate_up.many,mx128.few; all if not given")
     parser.add_argument("--shapes", default="A,B,C,D,F")
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--rounds", type=int, default=3)
@@ -217,7 +275,10 @@ def main() -> None:
     parser.add_argument("--check", help=argparse.SUPPRESS)
     parser.add_argument("--checked", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    every = [f"{op}.{rows}" for op in table.OPERATIONS for rows in table.ROWS]
+    operations = [*table.OPERATIONS]
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= table.FLOAT8_CAPABILITY:
+        operations += table.SCALED
+    every = [f"{op}.{rows}" for op in operations for rows in table.ROWS]
     names = args.ops.split(",") if args.ops else every
     wanted = [(name.split(".")[0], name.split(".")[1]) for name in names]
     if args.check:
@@ -246,7 +307,8 @@ def main() -> None:
                  "ms": {s: round(t, 4) for s, t in times[n].items()}, **asdict(config)}
             )  # fmt: skip
         winner = min(numbers, key=scores.__getitem__)
-        chosen[f"{operation}.half.{regime}"] = work(wanted)[winner][2]
+        kind = "scaled.{}" if operation in table.SCALED else "{}.half"
+        chosen[f"{kind.format(operation)}.{regime}"] = work(wanted)[winner][2]
         for row in [r for r in rows if (r["operation"], r["rows"]) == (operation, regime)][:4]:
             print(json.dumps(row), flush=True)
     if args.json:

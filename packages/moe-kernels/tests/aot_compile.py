@@ -17,11 +17,19 @@ from moe_kernels.config import ARCHITECTURES, Config, configs_of
 from moe_kernels.gemm import kernel as gemm
 from moe_kernels.mlp import kernel as mlp
 from moe_kernels.mlp import rows_kernel, swiglu_kernel
+from moe_kernels.mxgemm import kernel as scaled_kernel
+from moe_kernels.mxgemm import native_kernel, swizzle_kernel
+from moe_kernels.mxmlp import rows_kernel as mx_rows_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TYPES = {"half": "bf16", "single": "fp32"}
+<<<<<<< HEAD
 NOT_DIVISIBLE = ("E", "N", "row", "f", "tiles", "tiles_n")
+=======
+FLOAT8 = "fp8e4nv"
+NOT_DIVISIBLE = ("E", "N", "row", "f", "B", "G", "stride_s", "stride_sx", "stride_st")
+>>>>>>> 4dbcd49 (Multiply MXFP8 rows by grouped weights; run expert MLPs and linear layers in it)
 
 
 def window(dtype: str, n: int, c: int) -> str:
@@ -64,6 +72,36 @@ def gate_up(dtype: str, config: Config, top_k: int, keep: bool = True):
     return mlp._gate_up_kernel, types, constants
 
 
+def scaled(recipe: str, config: Config, top_k: int):
+    n, f, d = config.block_n, config.block_f, config.block_d
+    types = {
+        "x_ptr": f"*{FLOAT8}", "x_desc": window(FLOAT8, n, d), "w_desc": block(FLOAT8, 1, f, d),
+        "y_desc": window("bf16", n, f // 2 if config.halves else f),
+    }  # fmt: skip
+    constants = {
+        "K": top_k, "PROMOTE": recipe != "mxrow", "EVEN_D": True, "ZERO_TAIL": True,
+        "HALVES": config.halves, "x_desc" if top_k else "slot_of_row_ptr": None,
+    }  # fmt: skip
+    return scaled_kernel._scaled_mm_kernel, types, constants
+
+
+def native(config: Config):
+    n, f, d = config.block_n, config.block_f, config.block_d
+    types = {
+        "x_desc": window(FLOAT8, n, d), "w_desc": block(FLOAT8, 1, f, d),
+        "x_scale_desc": block("u8", 1, 1, d // 128, 2, 256),
+        "w_scale_desc": block("u8", 1, f // 128, d // 128, 2, 256),
+        "y_desc": window("bf16", n, f // 2 if config.halves else f),
+    }  # fmt: skip
+    return native_kernel._native_mm_kernel, types, {"ZERO_TAIL": True, "HALVES": config.halves}
+
+
+def scaled_variants(architecture: str, recipe: str, config: Config) -> dict[str, tuple]:
+    if architecture == "sm_100":
+        return {"": native(config)}
+    return {"gather": scaled(recipe, config, 8), "rows": scaled(recipe, config, 0)}
+
+
 def sources(architecture: str):
     """Yield the name of each entry, a kernel, its types, constants and launch options."""
     seen = set()
@@ -72,7 +110,7 @@ def sources(architecture: str):
         if (operation, kind, config) in seen:
             continue
         seen.add((operation, kind, config))
-        dtype = TYPES[kind]
+        dtype = TYPES.get(kind, "bf16")
         variants = {
             "forward": lambda c, t=dtype: {"": product(t, c, True)},
             "dgrad": lambda c, t=dtype: {"": product(t, c, False)},
@@ -83,6 +121,7 @@ def sources(architecture: str):
                 "gather": gate_up(t, c, 8), "rows": gate_up(t, c, 0),
                 "no gradient": gate_up(t, c, 8, keep=False),
             },
+            "scaled": lambda c, r=kind: scaled_variants(architecture, r, c),
         }  # fmt: skip
         for variant, (function, types, constants) in variants[operation](config).items():
             blocks = {"BLOCK_N": config.block_n, "BLOCK_F": config.block_f}
@@ -95,6 +134,13 @@ def sources(architecture: str):
                 {**blocks, **constants},
                 config.launch,
             )
+    if any(entry.startswith("scaled") for entry in configs_of(architecture)):
+        launch = mx_rows_kernel.launch(2048)
+        options, types = {"num_warps": launch.pop("num_warps")}, {"x_ptr": f"*{FLOAT8}"}
+        yield "expand MX", "bf16", mx_rows_kernel._expand_kernel, types, {"K": 8, **launch}, options
+    if architecture == "sm_100":
+        constants = {"GROUPED": True}
+        yield "swizzle", "u8", swizzle_kernel._swizzle_kernel, {}, constants, {"num_warps": 4}
     for dtype in TYPES.values():
         for name, function, constants in (
             ("expand", rows_kernel._expand_kernel, {"K": 8, **rows_kernel.launch(2048)}),
@@ -107,6 +153,8 @@ def sources(architecture: str):
 
 
 def type_of(name: str, dtype: str) -> str:
+    if name in ("x_scale_ptr", "w_scale_ptr", "scale_ptr"):
+        return "*u8"
     if name.startswith(("weight", "dweight")):
         return "*fp32"
     if name in ("offsets_ptr", "tile_map_ptr", "num_tiles_ptr", "slot_of_row_ptr", "row_ptr"):
@@ -163,6 +211,11 @@ def main() -> None:
                 "wgmma": count(r"wgmma\.mma_async", ptx),
                 "tcgen05": count(r"tcgen05\.mma", ptx),
                 "mma": count(r"\bmma\.sync", ptx),
+                "float8_wgmma": count(r"wgmma\.mma_async[^;]*\.e4m3\.e4m3", ptx),
+                "float8_mma": count(r"\bmma\.sync[^;]*\.e4m3\.e4m3", ptx),
+                "block_scale": count(r"tcgen05\.mma[^;]*block_scale", ptx),
+                "scale_copies": count(r"tcgen05\.cp", ptx),
+                "tensor_memory": getattr(built.metadata, "tmem_size", 0),
                 "fma": count(r"\bfma\.rn\.f32", ptx),
                 "copy_engine": count(r"cp\.async\.bulk\.tensor", ptx),
                 "wide_loads": count(r"cp\.async\.cg\.shared\.global|ld\.global[.\w:]*v[248]", ptx),

@@ -54,6 +54,20 @@ def test_bf16_products_run_on_the_tensor_cores_of_each_generation(built) -> None
         assert row["fma"] == 0, row
 
 
+FLOAT8_UNIT = {"sm_90": "float8_wgmma", "sm_100": "block_scale", "sm_120": "float8_mma"}
+TENSOR_MEMORY = 512  # columns
+
+
+def test_mxfp8_products_run_on_the_float8_units_of_each_generation_that_has_them(built) -> None:
+    scaled = [row for row in built if row["kernel"].startswith("scaled")]
+    assert {row["architecture"] for row in scaled} == {a["architecture"] for a in built} - {"sm_80"}
+    for row in scaled:
+        assert row[FLOAT8_UNIT[row["architecture"]]] > 0, row
+        assert row["tensor_memory"] <= TENSOR_MEMORY, row
+        if row["architecture"] == "sm_100":  # scales go from shared to tensor memory, by one copy
+            assert row["scale_copies"] > 0, row
+
+
 def test_float32_products_are_not_rounded_to_tf32(built) -> None:
     for row in of(built, "fp32"):
         assert row["wgmma"] == row["tcgen05"] == row["mma"] == 0, row

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from moe_kernels import expert_mlp, grouped_mlp, route
+from moe_kernels import WeightCache, expert_mlp, grouped_mlp, route
 from moe_kernels.backend import interpreted
 from moe_kernels.testing import randn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -72,3 +72,33 @@ def test_grouped_mlp_compiles_whole_for_any_counts() -> None:
         args = (x_RD, w_gate_up, w_down, offsets_E1)
         torch.testing.assert_close(compiled(*args), grouped_mlp(*args))
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["torch", "kernel"])
+def test_a_layer_in_mxfp8_compiles_whole_over_routings_and_changes_of_its_weights(kernel) -> None:
+    D, F = 32, 32
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def layer(x_TD, w_router_ED, w_gate_up, w_down, quantized):
+        routing = route(x_TD @ w_router_ED.T, K, renormalize=True)
+        routed = (routing.weight_TK, routing.expert_TK)
+        return expert_mlp(x_TD, w_gate_up, w_down, *routed, recipe="mx128", quantized=quantized)
+
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    cache = WeightCache(recipe="mx128")
+    cache.hold()
+    leaves = [
+        randn(E, D, seed=0), randn(E, 2 * F, D, seed=1) / D**0.5, randn(E, D, F, seed=2) / F**0.5
+    ]  # fmt: skip
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    for seed in range(3):
+        x_TD = randn(6, D, seed=10 + seed)
+        quantized = cache.get(*leaves[1:])
+        want = torch.autograd.grad(layer(x_TD, *leaves, quantized).square().sum(), leaves)
+        with interpreted() if kernel else nullcontext():
+            got = torch.autograd.grad(compiled(x_TD, *leaves, quantized).square().sum(), leaves)
+        for g, w in zip(got, want, strict=True):
+            assert (g - w).norm() <= 1e-2 * w.norm()
+        with torch.no_grad():
+            leaves[1].mul_(1.1)
+    assert counter.frame_count <= 2

@@ -21,6 +21,9 @@ from moe_kernels.config import (
 from moe_kernels.gemm.kernel import grouped_mm_dw_triton, grouped_mm_triton
 from moe_kernels.mlp.kernel import gate_up_triton
 from moe_kernels.mlp.swiglu import swiglu
+from moe_kernels.mxfp8 import dequantize, quantize
+from moe_kernels.mxgemm.kernel import scaled_mm_triton
+from moe_kernels.mxgemm.native_kernel import native_mm_triton
 from moe_kernels.routing.tiles import group_rows_and_tiles, tile_rows
 from moe_kernels.testing import randn
 
@@ -30,15 +33,19 @@ BOUND = {torch.bfloat16: 2e-2, torch.float16: 2e-3, torch.float32: 1e-5}  # of a
 D, F, COUNTS = 80, 96, [0, 130, 3, 70]
 
 
-def entries() -> list[tuple[str, str, Config]]:
-    """Every operation, dtype and sizes that any table holds, each once."""
+def entries(scaled: bool = False) -> list[tuple[str, str, Config]]:
+    """Every operation, dtype and sizes that any table holds, each once.
+
+    Of MXFP8: the architecture whose kernel it is, recipe and sizes.
+    """
     found = {}
     for architecture in ARCHITECTURES:
         if DEVICE == "cuda" and architecture_of(torch.cuda.get_device_capability()) != architecture:
             continue
         for name, config in configs_of(architecture).items():
             operation, dtype, _ = name.split(".")
-            found[operation, dtype, config] = None
+            if (operation == "scaled") == scaled:
+                found[architecture if scaled else operation, dtype, config] = None
     return list(found)
 
 
@@ -80,6 +87,26 @@ def test_every_entry_computes_each_row_as_float64_does(operation, dtype, config)
         assert_rows_near(got, want)
 
 
+@pytest.mark.parametrize(("architecture", "recipe", "config"), entries(scaled=True))
+def test_every_entry_for_mxfp8_computes_each_row_as_float64_does(
+    architecture, recipe, config
+) -> None:
+    N, D, F = sum(COUNTS), 160, 272  # more than a block of each
+    offsets_E1 = torch.tensor([0, *COUNTS]).cumsum(0).int()
+    spans = [slice(a, b) for a, b in pairwise(offsets_E1.tolist())]
+    scale_ND = torch.exp2(randn(N, D // 32, seed=1) * 3).repeat_interleave(32, dim=1)
+    x = quantize(randn(N, D, seed=0) * scale_ND, recipe=recipe)
+    w = quantize(randn(len(COUNTS), F, D, seed=2), recipe=recipe)
+    run = native_mm_triton if architecture == "sm_100" else scaled_mm_triton
+    there = [type(x)(*(t.to(DEVICE) for t in mx)) for mx in (x, w)]
+    got = run(*there, offsets_E1.to(DEVICE), recipe, torch.float32, config=config).cpu()
+    x_ND, w_EFD = dequantize(x).double(), dequantize(w).double()
+    want = torch.cat([x_ND[s] @ w_EFD[e].T for e, s in enumerate(spans)])
+    # Hopper adds float8 products with about 14 bits until a scale ends that.
+    bound = 2**-10 if DEVICE == "cuda" else 1e-6
+    assert ((got.double() - want).norm(dim=1) <= bound * want.norm(dim=1)).all()
+
+
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     for architecture in ARCHITECTURES:
         text = write_configs(configs_of(architecture), "Where and when.\nAnd how.")
@@ -91,7 +118,8 @@ def test_a_file_takes_the_place_of_the_shipped_table(tmp_path: Path, monkeypatch
     monkeypatch.setattr(table, "_chosen", {})
     small = Config(block_n=64, block_f=64, block_d=64, num_warps=4, num_stages=2)
     path = tmp_path / "sm_90.toml"
-    path.write_text(write_configs(dict.fromkeys(configs_of("sm_90"), small), "All alike."))
+    products = [name for name in configs_of("sm_90") if not name.startswith("scaled")]
+    path.write_text(write_configs(dict.fromkeys(products, small), "All alike."))
     try:
         use_configs("sm_90", path)
         assert set(configs_of("sm_90").values()) == {small}
@@ -116,6 +144,12 @@ def test_a_table_that_lacks_or_misnames_something_is_refused(tmp_path: Path) -> 
         ("num_warps = 4", "num_warps = 64", "num_warps must be at most 32, got 64"),
         ("[forward.half.few]", "forward.x = 3\n[y.half.few]", r"missing: \['forward.half.few'\]"),
         ("block_n = 64", "block_n = 32", r"half.few: .* must be the same, got {'forward': 32"),
+        ("[scaled.mx32.few]", "[scaled.mx64.few]", r"missing: \['scaled.mx32.few'\]"),
+        (
+            "[scaled.mx128.few]\nblock_n = 64\nblock_f = 128\nblock_d = 128",
+            "[scaled.mx128.few]\nblock_n = 64\nblock_f = 128\nblock_d = 64",
+            r"\[scaled.mx128.few\]: block_d must be a multiple of the 128 values .* got 64",
+        ),
     ):
         assert old in good
         path = tmp_path / "bad.toml"

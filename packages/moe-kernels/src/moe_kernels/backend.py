@@ -54,9 +54,9 @@ def backend() -> Backend:
     return Backend("triton", f"triton and {torch.cuda.get_device_name()} are there")
 
 
-def runs_kernel(x: Tensor) -> bool:
-    """Tell whether an operation on ``x`` goes to a Triton kernel."""
-    return (x.is_cuda or _interpreted) and HAS_TRITON and x.dtype in KERNEL_DTYPES
+def runs_kernel(x: Tensor, dtypes: tuple[torch.dtype, ...] = KERNEL_DTYPES) -> bool:
+    """Tell whether an operation on ``x`` goes to a Triton kernel, which has those dtypes."""
+    return (x.is_cuda or _interpreted) and HAS_TRITON and x.dtype in dtypes
 
 
 @contextmanager

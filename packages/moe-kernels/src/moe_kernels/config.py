@@ -8,7 +8,7 @@ a choice can be read, and is the same in every run. ``benchmarks/tune.py`` write
 import logging
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -19,9 +19,11 @@ from torch import Tensor
 OPERATIONS = ("forward", "dgrad", "wgrad", "gate_up")
 SHARING = ("forward", "dgrad", "gate_up")  # one list of tiles serves them all
 DTYPES = ("half", "single")
+SCALED = {"mx32": 32, "mx128": 128, "mxrow": 0}  # recipes of MXFP8: D values of a scale; 0: all
 ROWS = ("few", "many")
 MOST_WARPS = 32  # of a block
 FEW_ROWS = 96  # rows an expert has on average, below which tiles are low
+FLOAT8_CAPABILITY = (8, 9)
 ARCHITECTURES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0), "sm_120": (12, 0)}
 
 _chosen: dict[str, "Table"] = {}
@@ -83,6 +85,9 @@ Table = Mapping[str, Config]
 def read_configs(text: str) -> dict[str, Config]:
     """Read a table: sections ``[operation.dtype.rows]``, each with the fields of ``Config``.
 
+    Products of MXFP8 are sections ``[scaled.recipe.rows]``. A table without them is that of a GPU
+    that has no float8 products.
+
     Raises:
         ValueError: If a section is missing, unknown, or does not make a ``Config``.
     """
@@ -93,6 +98,8 @@ def read_configs(text: str) -> dict[str, Config]:
             table[name] = Config(**values)
         except (TypeError, ValueError) as error:
             raise ValueError(f"[{name}]: {error}") from error
+    if any(name.startswith("scaled.") for name in table):
+        want |= {f"scaled.{recipe}.{rows}" for recipe in SCALED for rows in ROWS}
     if table.keys() != want:
         missing, unknown = sorted(want - table.keys()), sorted(table.keys() - want)
         raise ValueError(f"sections missing: {missing}, sections unknown: {unknown}")
@@ -104,6 +111,13 @@ def read_configs(text: str) -> dict[str, Config]:
                     f"{dtype}.{rows}: operations of one layer share their tiles of rows, so "
                     f"block_n must be the same, got {heights}"
                 )
+    for name, config in table.items():
+        depth = SCALED.get(name.split(".")[1], 0)
+        if depth and config.block_d % depth:
+            raise ValueError(
+                f"[{name}]: block_d must be a multiple of the {depth} values that share a scale, "
+                f"got {config.block_d}"
+            )
     return table
 
 
@@ -189,6 +203,31 @@ def choose(operation: str, x: Tensor, num_rows: int, num_experts: int) -> Config
     dtype = "single" if x.element_size() == 4 else "half"
     rows = "few" if num_rows < FEW_ROWS * num_experts else "many"
     return configs_of(architecture_of(capability))[f"{operation}.{dtype}.{rows}"]
+
+
+def choose_scaled(recipe: str, x: Tensor, num_rows: int, num_experts: int) -> Config:
+    """Return the sizes for a product of MXFP8 rows; as ``choose``, a CPU tensor gets small ones.
+
+    Raises:
+        RuntimeError: If the GPU has no float8 products.
+    """
+    if not x.is_cuda:
+        depth = SCALED[recipe] or INTERPRETER.block_d
+        return replace(INTERPRETER, block_d=depth)
+    capability = torch.cuda.get_device_capability(x.device)
+    if capability < FLOAT8_CAPABILITY:
+        raise RuntimeError(
+            f"recipe {recipe!r} needs float8 products, which GPUs have from compute capability "
+            f"8.9 on; {torch.cuda.get_device_name(x.device)} has "
+            f"{capability[0]}.{capability[1]}"
+        )
+    rows = "few" if num_rows < FEW_ROWS * num_experts else "many"
+    return configs_of(architecture_of(capability))[f"scaled.{recipe}.{rows}"]
+
+
+def has_block_scales(x: Tensor) -> bool:
+    """Tell whether the tensor cores of the device take a scale for each 32 values."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 10
 
 
 @cache

@@ -54,3 +54,8 @@ def not_differentiable(name: str, why: str) -> None:
         raise RuntimeError(f"moe_kernels::{name} has no derivative: {why}")
 
     torch.library.register_autograd(f"moe_kernels::{name}", refuse)
+
+
+def wants_gradient(*tensors: torch.Tensor) -> bool:
+    """Tell whether autograd will ask for a gradient of any of these."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

@@ -29,7 +29,7 @@ from moe_kernels.scratch import scratch
 
 
 @triton.jit
-def _zero_tail(y_ptr, offsets_ptr, N, E, F, BLOCK_F: tl.constexpr, PROGRAMS: tl.constexpr):
+def zero_tail(y_ptr, offsets_ptr, N, E, F, BLOCK_F: tl.constexpr, PROGRAMS: tl.constexpr):
     """Write zeros to the rows past the last offset, each program its share of them."""
     zeros = tl.zeros((BLOCK_F,), y_ptr.dtype.element_ty)
     for row in range(tl.load(offsets_ptr + E) + tl.program_id(0), N, PROGRAMS):
@@ -60,7 +60,7 @@ def _grouped_mm_kernel(
     """
     dtype = y_ptr.dtype.element_ty
     if ZERO_TAIL:
-        _zero_tail(y_ptr, offsets_ptr, N, E, F, BLOCK_F, PROGRAMS)
+        zero_tail(y_ptr, offsets_ptr, N, E, F, BLOCK_F, PROGRAMS)
     rows = tl.load(num_tiles_ptr)
     columns = tl.cdiv(F, BLOCK_F)
     for index in tl.range(tl.program_id(0), rows * columns, PROGRAMS, flatten=True):

@@ -160,8 +160,3 @@ for _name in ("grouped_mlp_backward", "expert_mlp_backward"):
         _name, "gradients of gradients of the experts come from activation='clamped_swiglu' or "
         "'relu2', which run one operation after the other, and from grouped_mm",
     )  # fmt: skip
-
-
-def wants_gradient(*tensors: Tensor) -> bool:
-    """Tell whether autograd will ask for a gradient of any of these."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
