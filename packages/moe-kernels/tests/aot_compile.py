@@ -24,12 +24,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TYPES = {"half": "bf16", "single": "fp32"}
-<<<<<<< HEAD
-NOT_DIVISIBLE = ("E", "N", "row", "f", "tiles", "tiles_n")
-=======
 FLOAT8 = "fp8e4nv"
-NOT_DIVISIBLE = ("E", "N", "row", "f", "B", "G", "stride_s", "stride_sx", "stride_st")
->>>>>>> 4dbcd49 (Multiply MXFP8 rows by grouped weights; run expert MLPs and linear layers in it)
+NOT_DIVISIBLE = (
+    "E", "N", "row", "f", "tiles", "tiles_n", "B", "G", "stride_s", "stride_sx", "stride_st"
+)  # fmt: skip
 
 
 def window(dtype: str, n: int, c: int) -> str:

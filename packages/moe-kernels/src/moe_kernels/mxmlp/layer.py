@@ -17,8 +17,9 @@ from torch import Tensor
 from moe_kernels.backend import runs_kernel
 from moe_kernels.gemm.op import grouped_mm_dw
 from moe_kernels.mlp.rows import RoutedRows, combine, expand_rows, rows_of_slots
-from moe_kernels.mxfp8 import MXTensor, dequantize
+from moe_kernels.mxfp8 import CHUNK, MXTensor, dequantize
 from moe_kernels.mxfp8 import op as mx
+from moe_kernels.mxfp8.reference import quantize_dswiglu_reference
 from moe_kernels.mxgemm.op import gather_rows, multiply, tiles_of
 from moe_kernels.scratch import scratch
 
@@ -84,6 +85,28 @@ def _combine(
     return y_TD, dweight_TK
 
 
+def _dswiglu(
+    dact_NF: Tensor,
+    h_NG: Tensor,
+    offsets_E1: Tensor,
+    weight_TK: Tensor | None,
+    slot_of_row_N: Tensor | None,
+    recipe: str,
+    rounding: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradient in MXFP8 (data and scales) and plain, the activation, that of weights.
+
+    Where a run of 128 values spans gate and up, plain torch: the kernel would begin another there.
+    """
+    args = (dact_NF, h_NG, offsets_E1, weight_TK, slot_of_row_N, recipe, rounding)
+    if recipe != "mx128" or dact_NF.shape[1] % CHUNK == 0:
+        return mx.quantize_dswiglu(*args)
+    dh, dh_NG, act_NF, dweight_N = quantize_dswiglu_reference(*args)
+    if dweight_N is None:
+        dweight_N = h_NG.new_empty(0, dtype=torch.float32)
+    return dh.data_ND, dh.scale_NB, dh_NG, act_NF, dweight_N
+
+
 def grouped_backward(
     dy_RD: Tensor,
     x: MXTensor,
@@ -99,7 +122,7 @@ def grouped_backward(
     tiles = tiles_of(x, offsets_E1, len(x.data_ND), len(down_t.data_ND), recipe)
     dy = MXTensor(*mx.quantize(dy_RD, recipe, rounding))
     dact_RF = multiply(dy, down_t, offsets_E1, recipe, h_RG.dtype, tiles=tiles)
-    dh_data, dh_scale, dh_RG, act_RF, _ = mx.quantize_dswiglu(
+    dh_data, dh_scale, dh_RG, act_RF, _ = _dswiglu(
         dact_RF, h_RG, offsets_E1, None, None, recipe, rounding
     )
     del dy, dact_RF
@@ -153,7 +176,7 @@ def expert_backward(
         dy, down_t, offsets_E1, recipe, h_NG.dtype,
         tiles=tiles, slot_of_row_N=slot_of_row_N, top_k=K,
     )  # fmt: skip
-    dh_data, dh_scale, dh_NG, act_NF, dweight_N = mx.quantize_dswiglu(
+    dh_data, dh_scale, dh_NG, act_NF, dweight_N = _dswiglu(
         dact_NF, h_NG, offsets_E1, weight_TK.contiguous(), slot_of_row_N, recipe, rounding
     )
     del dy, dact_NF
