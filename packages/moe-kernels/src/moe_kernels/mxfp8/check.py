@@ -142,7 +142,7 @@ def check_dswiglu(
             )
 
 
-def check_dequantize(data_ND: Tensor, scale_NB: Tensor, dtype: torch.dtype) -> None:
+def check_dequantize(data_ND: Tensor, scale_NB: Tensor, dtype: torch.dtype = torch.float32) -> None:
     """Raise unless data and scale are one MXFP8 tensor, and the dtype one of the results."""
     if dtype not in DTYPES:
         raise TypeError(f"dtype must be bfloat16, float16 or float32, got {dtype}")
