@@ -76,10 +76,11 @@ def test_float32_products_are_not_rounded_to_tf32(built) -> None:
 
 def test_global_memory_is_read_and_written_16_bytes_at_a_time(built) -> None:
     for row in built:
-        if row["architecture"] in COPY_ENGINE:
+        if row["architecture"] in COPY_ENGINE and row["dtype"] != "u8":  # scales, one by one
             assert row["copy_engine"] > 0 or row["wide_loads"] > 0, row
             assert row["copy_engine"] > 0 or row["wide_stores"] > 0, row
-            assert row["narrow_loads"] == 0, row
+            if not row["kernel"].startswith("scaled"):  # a scale is one byte of a row
+                assert row["narrow_loads"] == 0, row
 
 
 def test_no_kernel_spills_registers_or_asks_for_too_much_shared_memory(built) -> None:
