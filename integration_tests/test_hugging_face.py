@@ -89,7 +89,7 @@ def loaded(path: Path, config: ModelConfig, routing: RoutingConfig):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(reader.read(name, "master")))
-    masters = {a.name for a in reader.manifest.arrays if a.kind == "master"}
+    masters = {a.name for a in reader.manifest.tensors if a.kind == "master"}
     assert masters == {name for name, _ in model.named_parameters()}
     bias_LE = torch.zeros(len(config.moe_layers), config.num_experts)
     if routing.bias:

@@ -74,6 +74,13 @@ def test_eval_reads_other_text_and_more_of_it(trained, capsys, tmp_path) -> None
     assert few["tokens"] == 2 * 16
 
 
+def test_eval_takes_no_other_model_from_a_file(trained, capsys, tmp_path) -> None:
+    file = tmp_path / "other.toml"
+    file.write_text("[model]\nrope_theta = 3.0\n")
+    assert command(["eval", str(trained), "--config", str(file)]) == 2
+    assert "model.rope_theta is of the run and cannot be set by" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [

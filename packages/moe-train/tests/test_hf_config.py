@@ -121,6 +121,7 @@ def test_commands_refuse_before_any_work(tmp_path, text_folder, capsys) -> None:
     words = ["import", str(tmp_path), "--run-dir", str(tmp_path / "b"), "--data.path"]
     words.append(str(text_folder))
     refused(capsys, command([*words, "--model.dim", "64"]), "model.dim is of the imported model")
+    refused(capsys, command([*words, "--routing.top-groups", "1"]), "top_groups is of the imported")
     refused(capsys, command(words), "model.safetensors")
     assert not (tmp_path / "b" / "checkpoints").exists()
     refused(capsys, command([*words, "--run-dir", str(tmp_path / "a")]), "is of another model")

@@ -19,6 +19,11 @@ def test_flops_are_tokens_times_the_flops_of_a_token_shared_by_the_devices(tiny_
         assert rate == {"tflops": pytest.approx(2e6 * per_token / devices / 1e12, rel=1e-5)}
 
 
+def test_nothing_is_said_where_attention_depends_on_the_lengths_of_documents(tiny_config) -> None:
+    packed = replace(tiny_config, data=replace(tiny_config.data, packing="documents"))
+    assert Utilisation(packed, CPU, 1).of(2e6) == {}
+
+
 def test_a_known_device_gives_a_share_of_its_peak_in_bfloat16_alone(
     tiny_config, monkeypatch
 ) -> None:

@@ -67,6 +67,8 @@ def _fill(shard: Shard, reader: CheckpointReader) -> None:
     """Copy what is imported into a shard; moments and what is not imported stay as they began."""
     kind = "master" if shard.kind in _OF_WEIGHTS else shard.kind
     if shard.name not in reader.names or kind not in reader.kinds(shard.name):
+        if shard.kind in _OF_WEIGHTS:
+            raise RunError(f"{shard.name} of the model of its config.json is not in the source")
         return
     info = reader.info(shard.name, kind)
     if tuple(info.shape) != tuple(shard.global_shape):

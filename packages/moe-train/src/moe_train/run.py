@@ -150,6 +150,8 @@ class Job:
             validates = not ends and _due(step, c.eval_every)
             if (logs or validates) and not trainer.settle():
                 continue  # it went back to a step that has to be repeated
+            if (logs or validates) and trainer.device.type == "cuda":
+                torch.cuda.synchronize(trainer.device)  # what is queued takes time of these steps
             if logs:
                 self._log(result, time.monotonic() - since)
                 since = time.monotonic()

@@ -99,7 +99,7 @@ def attend(q_BHSC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, sight: Sight, window:
         sight: Of the microbatch.
         window: Of the layer; 0 for none.
     """
-    if not q_BHSC.is_cuda:
+    if not q_BHSC.is_cuda or not len(q_BHSC):
         return _masked(q_BHSC, k_BHSC, v_BHSC, sight, window)
     # Flash attention has one width. Zeros beside the values cost less than to go without it.
     C_v = v_BHSC.shape[-1]

@@ -54,6 +54,8 @@ class Utilisation:
     def __init__(self, config: RunConfig, device: torch.device, num_devices: int):
         per_token = train_flops_per_token(config.model, config.data.sequence_length)
         self._per_device = per_token / num_devices
+        # How much attention whole documents in a row need depends on their lengths.
+        self._known = config.data.packing == "stream"
         self._peak = None
         if device.type == "cuda":
             name = torch.cuda.get_device_name(device)
@@ -62,9 +64,13 @@ class Utilisation:
     def of(self, tokens_per_second: float) -> dict[str, float]:
         """Return ``tflops``, 10^12 FLOPs a second and device, and ``mfu`` where a peak is known.
 
+        Nothing where rows hold whole documents: by the length of a row it would be too much.
+
         Args:
             tokens_per_second: Of all ranks.
         """
+        if not self._known:
+            return {}
         flops = tokens_per_second * self._per_device
         rate = {"tflops": float(f"{flops / 1e12:.6g}")}
         return rate if self._peak is None else rate | {"mfu": float(f"{flops / self._peak:.6g}")}

@@ -122,12 +122,13 @@ def native_mm_triton(
     x_scale = swizzle_rows(x.scale_NB.contiguous(), offsets_E1, tiles)
     w_scale = swizzle_weights(w.scale_NB)
     programs = num_programs(data.device, config)
+    halves = config.halves or out_dtype.itemsize == 4  # a whole tile of float32 leaves no room
     _native_mm_kernel[(programs,)](
         windows(data, n, d), blocks(as_copied(x_scale), 1, 1, d // DEPTH, 2, 256),
         blocks(w_data, 1, f, d), blocks(as_copied(w_scale), 1, f // ROWS, d // DEPTH, 2, 256),
-        windows(y_NF, n, f // 2 if config.halves else f), y_NF,
+        windows(y_NF, n, f // 2 if halves else f), y_NF,
         offsets_E1.contiguous(), *tiles, N, E, D, F,
-        BLOCK_N=n, BLOCK_F=f, BLOCK_D=d, ZERO_TAIL=True, HALVES=config.halves,
+        BLOCK_N=n, BLOCK_F=f, BLOCK_D=d, ZERO_TAIL=True, HALVES=halves,
         SUPER=config.super_n, PROGRAMS=programs, **config.launch,
     )  # fmt: skip
     return y_NF

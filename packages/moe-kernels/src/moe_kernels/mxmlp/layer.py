@@ -187,6 +187,12 @@ def expert_backward(
     assert dweight_TK is not None, "rows had weights"
     if not weights:
         return dx_TD, h_NG.new_empty(0), h_NG.new_empty(0), dweight_TK
+    if len(down_t.data_ND) * x.data_ND.shape[1] > N:  # weights are larger than what they need
+        rows_ND = _value_rows(x, rows, rows_ND)
+        dw_gate_up = grouped_mm_dw(rows_ND, dh_NG, offsets_E1)
+        del dh_NG
+        rows_ND = _token_rows(dy_TD, rows, rows_ND)
+        return dx_TD, dw_gate_up, grouped_mm_dw(act_NF, rows_ND, offsets_E1), dweight_TK
     rows_ND = _token_rows(dy_TD, rows, rows_ND)
     dw_down = grouped_mm_dw(act_NF, rows_ND, offsets_E1)
     del act_NF

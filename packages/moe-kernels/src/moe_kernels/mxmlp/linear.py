@@ -103,7 +103,7 @@ def _linear_backward(
         dy = MXTensor(*mx.quantize(dy_NF, recipe, rounding))
         dx_ND = _product(dy, MXTensor(columns_DF, columns_scale), recipe, dy_NF.dtype)
     if weights:
-        dw_FD = dy_NF.mT @ dequantize(MXTensor(data_ND, scale_NB)).to(dy_NF.dtype)
+        dw_FD = dy_NF.mT @ dequantize(MXTensor(data_ND, scale_NB), dtype=dy_NF.dtype)
     return dx_ND, dw_FD
 
 

@@ -84,7 +84,9 @@ class WeightCache:
     in place, ``load_state_dict``, another tensor, another address) is quantised anew in any case.
     ``verify`` compares the bytes, for tests and for doubt.
 
-    Quantised weights are new memory each time, so a backward that still runs keeps its own.
+    Quantised weights are new memory each time, so a backward that still runs keeps its own. A CUDA
+    graph keeps their addresses: one that was captured over held weights has to be captured anew
+    after ``invalidate``.
 
     Examples:
         >>> cache, w = WeightCache(recipe="mx128"), torch.ones(32, 32)

@@ -68,11 +68,12 @@ def options_of(argv: list[str]) -> EvalOptions:
     found = find_checkpoint(first.run, first.step)
     base = [Layer(str(found.reader.path), found.tree)]
     options, sources = read_options(EvalOptions, argv, **wanted, base=base)
-    own = tuple(f.name for f in dataclasses.fields(EvalOptions) if f.name not in found.tree)
+    own = {f.name for f in dataclasses.fields(EvalOptions) if f.name not in found.tree}
     for key, source in sources.items():
-        if source.startswith("--") and not key.startswith((*ALLOWED, *own)):
+        of_run = source in ("default", str(found.reader.path))
+        if not of_run and not key.startswith(ALLOWED) and key not in own:
             raise RunError(
-                f"{key} is of the run and cannot be given here; what can: {', '.join(ALLOWED)}"
+                f"{key} is of the run and cannot be set by {source}; what can: {', '.join(ALLOWED)}"
             )
     return options
 

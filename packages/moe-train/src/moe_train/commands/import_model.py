@@ -14,7 +14,10 @@ from moe_train.hf_import import begin
 from moe_train.load_config import Layer, from_dict, to_dict
 from moe_train.ranks import RankInfo
 
-OF_MODEL = ("model.", "routing.score", "routing.renormalize", "routing.scale", "routing.num_groups")
+OF_MODEL = (
+    "model.", "routing.score", "routing.renormalize", "routing.scale", "routing.num_groups",
+    "routing.top_groups",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,11 +67,12 @@ def options_of(argv: list[str]) -> ImportOptions:
         ) from error
     except ValueError as error:
         raise RunError(f"{file} is not JSON: {error}") from error
-    options, sources = read_options(
-        ImportOptions, argv, **wanted, base=[Layer(str(file), from_hf(hf))]
-    )
+    tree = from_hf(hf)
+    options, sources = read_options(ImportOptions, argv, **wanted, base=[Layer(str(file), tree)])
+    biased = tree.get("routing", {}).get("bias", False)  # then the bias is a part of the model
     for key, where in sources.items():
-        if key.startswith(OF_MODEL) and where not in ("default", str(file)):
+        of_model = key.startswith(OF_MODEL) or (key == "routing.bias" and biased)
+        if of_model and where not in ("default", str(file)):
             raise RunError(f"{key} is of the imported model and cannot be set by {where}")
     return options
 

@@ -41,7 +41,7 @@ def visiting_order(first: int, number: int, count: int, seed: int) -> NDArray[np
     return np.concatenate(parts)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)  # at most 8 MiB each; a mixture asks for those of all its sources
 def _permutation(epoch: int, count: int, seed: int) -> NDArray[np.int64]:
     """Sort the numbers by a hash of each, which stays the same for ever.
 

@@ -50,7 +50,7 @@ class Sequences:
 
     def __init__(self, tokens: Tokens | NDArray[Any], length: int):
         if not isinstance(tokens, Tokens):
-            ends = np.asarray([len(tokens)])
+            ends = np.asarray([len(tokens)], dtype=np.int64)
             tokens = Tokens((tokens,), (ends,), 256, len(tokens), "the text")
         self.tokens, self.length = tokens, length
         self.count = (len(tokens) - 1) // length

@@ -51,7 +51,7 @@ class Tokens:
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the ids of positions ``start`` to ``stop - 1``, counted over all pieces."""
-        return self.rows(np.asarray([start]), stop - start)[0]
+        return self.rows(np.asarray([start], dtype=np.int64), stop - start)[0]
 
     def rows(self, starts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         """Return ``length`` ids from each start on, int64 ``[len(starts), length]``.
