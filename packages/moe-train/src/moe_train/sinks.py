@@ -75,9 +75,12 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
     Examples:
         >>> record = {"kind": "train", "step": 3, "loss": 2.0, "distance": [0.1, 0.2], "alarms": []}
-        >>> numbers(record)
-        {'train/loss': 2.0, 'router/distance/layer_0': 0.1, 'router/distance/layer_1': 0.2,
-        'router/alarms': 0}
+        >>> for name, value in numbers(record).items():
+        ...     print(name, value)
+        train/loss 2.0
+        router/distance/layer_0 0.1
+        router/distance/layer_1 0.2
+        router/alarms 0
     """
     return dict(_numbers(record))
 
