@@ -79,8 +79,9 @@ def test_global_memory_is_read_and_written_16_bytes_at_a_time(built) -> None:
         if row["architecture"] in COPY_ENGINE and row["dtype"] != "u8":  # scales, one by one
             assert row["copy_engine"] > 0 or row["wide_loads"] > 0, row
             assert row["copy_engine"] > 0 or row["wide_stores"] > 0, row
-            if not row["kernel"].startswith("scaled"):  # a scale is one byte of a row
-                assert row["narrow_loads"] == 0, row
+            # A scale is one byte of a row; values are never read so.
+            scales = 8 if row["kernel"].startswith("scaled") else 0
+            assert row["narrow_loads"] <= scales, row
 
 
 def test_no_kernel_spills_registers_or_asks_for_too_much_shared_memory(built) -> None:
